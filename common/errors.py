@@ -1,7 +1,7 @@
 """The tree of errors. Each class has a gRPC code (by name), an HTTP status and says whether a retry may help.
 
 Any other exception that reaches an RPC or HTTP boundary is logged with its traceback and reported as InternalError.
-`describe` says in words what any exception means; its text may be empty or name private classes otherwise.
+`describe` gives a readable text for any exception. The text of `str()` may be empty or name private classes.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def error_from_grpc_status(code: str, message: str) -> BatonError:
     return _BY_CODE.get(code, InternalError)(message)
 
 
-MAX_TEXT_CHARS = 300  #: Of a foreign exception's text in `describe`.
+MAX_TEXT_CHARS = 300  #: `describe` cuts the text of an exception of a library to this length.
+#: Classes whose names `describe` leaves out, because the name adds nothing to the text.
 _SAYS_NOTHING = ("Exception", "RuntimeError", "ValueError", "UnicodeDecodeError", "JSONDecodeError", "HTTPError")
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 _ADDRESS = re.compile(r"\('([^']+)', (\d+)[^)]*\)")
@@ -169,24 +170,25 @@ _ADDRESS = re.compile(r"\('([^']+)', (\d+)[^)]*\)")
 
 @singledispatch
 def describe(error: BaseException, *, limit_s: float | None = None) -> str:
-    """Returns in words what failed, for logs and errors. It is never empty and never a whole traceback.
+    """Returns in words what failed, for logs and errors: one line, never empty.
 
-    `limit_s` is the time limit in seconds that the call had; the text for a time-out names it. Packages register
-    functions for the exceptions of their libraries (common/redis/client.py, common/rpc.py).
+    `limit_s`: time limit of the failed call in seconds. The text for a time-out names it. Packages register functions
+    for the exceptions of their libraries (common/redis/client.py, common/rpc.py).
     """
     text, name = first_line(error), public_name(error)
-    if any("Timeout" in cls.__name__ for cls in type(error).__mro__):  # httpx's have no common base class with ours
+    if any(
+        "Timeout" in cls.__name__ for cls in type(error).__mro__
+    ):  # time-outs of libraries have no common base class
         return timed_out(limit_s)
     if not text:
         return f"{name} without a text" if error.__cause__ is None else describe(error.__cause__, limit_s=limit_s)
     if number := _ERRNO.search(text):
         return os.strerror(int(number[1])).lower()
-    # The texts of our private classes are sentences, and these names say nothing.
     return text if name in _SAYS_NOTHING or type(error).__name__.startswith("_") else f"{name}: {text}"
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's text that is not empty, cut; "" without text."""
+    """Returns the first non-empty line of an exception's text, cut to MAX_TEXT_CHARS; "" without text."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line[:MAX_TEXT_CHARS] for line in lines if line), "")
 
@@ -208,13 +210,13 @@ def _(error: BatonError, *, limit_s: float | None = None) -> str:
 
 @describe.register
 def _(error: OSError, *, limit_s: float | None = None) -> str:
-    """Names the address or the file if the exception knows it. asyncio's text of a refused connection has both."""
+    """Also names the address or the file, if the exception has it. asyncio puts the address of a call into the text."""
     text = str(error)
     if isinstance(error, TimeoutError) and error.errno is None:
         return timed_out(limit_s)
     numbers = [error.errno] if error.errno is not None else [int(number) for number in _ERRNO.findall(text)]
     addresses = [f"{host}:{port}" if ":" not in host else f"[{host}]:{port}" for host, port in _ADDRESS.findall(text)]
-    if not numbers or numbers[0] not in errno.errorcode:  # of getaddrinfo, ssl, or a text alone
+    if not numbers or numbers[0] not in errno.errorcode:  # an error of getaddrinfo or ssl, or a text without a number
         return (error.strerror if isinstance(error.strerror, str) else "") or first_line(error) or public_name(error)
     words = os.strerror(numbers[0])
     where = ", ".join(dict.fromkeys(addresses)) or ("" if error.filename is None else str(error.filename))

@@ -1,8 +1,8 @@
 """Structured logs on stderr: JSON lines, or a readable console when stderr is a terminal.
 
-gRPC's core writes lines of its own format to stderr, so it is told to write none: what it knows about a failed call is
-in the call's status, which is logged. GRPC_VERBOSITY in the environment overrides that. The log of UCX:
-kv_transfer/backend/ucx_log.py.
+gRPC's core would write lines of its own format to stderr, so Baton turns them off. Nothing is lost: the status of a
+failed call has the cause, and Baton logs the status. GRPC_VERBOSITY in the environment overrides that. For the log of
+UCX see kv_transfer/backend/ucx_log.py.
 
 structlog formats the lines of standard loggers. Values of `log_context` are on every line logged in the context, also
 by tasks started in it.
@@ -24,9 +24,9 @@ _QUIET_LOGGERS = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 
 
 def setup_logs(level: str = "info", format: str = "auto") -> None:
-    """Sends all logs of this process to stderr, as json, text, or auto: text on a terminal, otherwise json.
+    """Sends all logs of this process to stderr. `format`: json, text, or auto (text on a terminal, otherwise json).
 
-    Call it before the first channel or server of gRPC, which reads its setting then.
+    Call it before the first channel or server of gRPC, because gRPC reads its verbosity once.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     shared: list[structlog.typing.Processor] = [

@@ -61,7 +61,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.declarations: list[MetricDeclaration] = []
-        #: Certificates of this process by use: each returns the POSIX time at which its certificate expires.
+        #: By use ("cluster", "clients"): a function that returns the POSIX time at which the certificate expires.
         self.certificates: dict[str, Callable[[], float]] = {}
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:

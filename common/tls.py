@@ -113,7 +113,7 @@ class TlsFiles:
         return parse_identity(uris[0]) if usable else None
 
     def expires_at(self) -> float:
-        """Returns the POSIX time at which the certificate expires that is used now."""
+        """Returns the POSIX time at which the present certificate expires."""
         self.pems()
         return self._expires.timestamp()
 

@@ -50,8 +50,8 @@ class PeerMemory:
 
     base: int
     block_bytes: int
-    total_blocks: int  # Includes the probe block and, in an engine's pool, the dummy block (engine/kv/kv_pool.py)
-    device: int  # CUDA device index; 0 for DRAM
+    total_blocks: int  #: Includes the probe block and, in an engine's pool, the dummy block (engine/kv/kv_pool.py).
+    device: int  #: CUDA device index; 0 for DRAM.
     kind: MemoryKind
 
 
@@ -59,11 +59,11 @@ class PeerMemory:
 class PoolMemory(PeerMemory):
     """This process's pool. The object keeps the memory alive."""
 
-    probe_block: int  # Connections are probed with writes from and to this block
+    probe_block: int  #: Connections are probed with writes from and to this block.
     #: Copy one whole block out of the pool or into it. The transfer thread may call both.
     read_block: Callable[[int], bytes]
     write_block: Callable[[int, bytes], None]
-    #: The pool as a tensor, uint8 [total_blocks, block_bytes]; None: the address is enough for copies in host memory
+    #: The pool as a tensor, uint8 [total_blocks, block_bytes], for copies of device memory. None for host memory.
     tensor: Any = None
 
 

@@ -15,9 +15,9 @@ from kv_transfer.memory import PinnedBlocks
 
 _RANGE = struct.Struct(">4sQQII")
 _COMMIT = struct.Struct(">4sQQH")
-_FIRST = struct.Struct(">IB")  # First token, finish reason
+_FIRST = struct.Struct(">IB")  #: First token, finish reason.
 _COMMITTED = struct.Struct(">4sQQI")
-_RANGE_MAGIC, _COMMIT_MAGIC, _COMMITTED_MAGIC = b"BTN4", b"BTN5", b"BTN6"  # 1 to 3 had no mac
+_RANGE_MAGIC, _COMMIT_MAGIC, _COMMITTED_MAGIC = b"BTN4", b"BTN5", b"BTN6"  #: 1 to 3 had no mac.
 _MAC_BYTES = 16
 
 
@@ -25,21 +25,21 @@ _MAC_BYTES = 16
 class Commit:
     """The sender's final message: every block is written or on its way, and the prompt's first tokens exist."""
 
-    first_tokens: tuple[int, ...]  # One per sequence of the request
+    first_tokens: tuple[int, ...]  #: One per sequence of the request.
     #: One per sequence. A sequence with a reason ends with its first token.
     finish_reasons: tuple[FinishReason | None, ...]
-    checksums: tuple[int, ...] = ()  # CRC-32 of each pushed block in logical order; empty without --checksums
+    checksums: tuple[int, ...] = ()  #: CRC-32 of each pushed block in logical order; empty without --checksums.
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedParts:
     """When each part of the exposed time (see node.py) ended, in seconds after finish(); 0 if it ended before."""
 
-    noticed_s: float  # The transfer thread handled finish()
-    posted_s: float  # The last write was posted
-    written_s: float  # Every write had ended
-    committed_s: float  # The commit was sent
-    awaited_s: float  # Seconds that the commit waited at the receiver for the last range
+    noticed_s: float  #: The transfer thread handled finish().
+    posted_s: float  #: The last write was posted.
+    written_s: float  #: Every write had ended.
+    committed_s: float  #: The commit was sent.
+    awaited_s: float  #: Seconds that the commit waited at the receiver for the last range.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class TransferReport:
 
     blocks: int
     bytes: int
-    delivered_before_finish: int  # Blocks that were written at finish(), when the last chunk was computed
-    exposed_s: float  # Seconds from finish() to the acknowledged commit
-    transport: str  # The transport that carried the bytes
+    delivered_before_finish: int  #: Blocks that were written at finish(), when the last chunk was computed.
+    exposed_s: float  #: Seconds from finish() to the acknowledged commit.
+    transport: str  #: The transport that carried the bytes.
     parts: ExposedParts = ExposedParts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -60,9 +60,9 @@ class Writer:
 
     pod: str
     generation: int
-    agent: str  # Name of its transfer agent
-    address: str  # host:port of its gRPC server
-    polled: bool = False  # Its bytes move only while the receiver polls
+    agent: str  #: Name of its transfer agent.
+    address: str  #: host:port of its gRPC server.
+    polled: bool = False  #: Its bytes move only while the receiver polls.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +70,10 @@ class WantedBlocks:
     """Blocks to pull from a holder into this pod's pool."""
 
     request_id: str
-    hashes: Sequence[bytes]  # Block hashes from the start of the prompt to the last wanted block
-    first_block: int  # First wanted logical block
-    blocks: Sequence[int]  # Physical blocks of this pool, for the logical blocks from first_block on
-    pin: PinnedBlocks  # Keeps `blocks` from reuse
+    hashes: Sequence[bytes]  #: Block hashes from the start of the prompt to the last wanted block.
+    first_block: int  #: First wanted logical block.
+    blocks: Sequence[int]  #: Physical blocks of this pool, for the logical blocks from first_block on.
+    pin: PinnedBlocks  #: Keeps `blocks` from reuse.
     timeout_s: float
 
 
@@ -81,23 +81,23 @@ class WantedBlocks:
 class PullResult:
     """Outcome of a pull that did not fail."""
 
-    blocks: int  # This many of the wanted blocks, from the first on, are complete
-    reason: str  # "none", or the reason why some are missing
-    gb_s: float  # Rate at which the holder lately wrote to this pod, in 1e9 bytes per second; 0 while unknown
+    blocks: int  #: This many of the wanted blocks, from the first on, are complete.
+    reason: str  #: "none", or the reason why some are missing.
+    gb_s: float  #: Rate at which the holder lately wrote to this pod, in 1e9 bytes per second; 0 while unknown.
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """A connection that passed its probe, or (without a transport) a pair in trouble."""
+    """A connection to a peer, or a pair in trouble without a connection."""
 
     pod: str
     generation: int
     address: str
-    transport: str
-    transport_source: str  # "reported" or "derived", see backend.interface.Transport
-    gb_s: float  # Rate of the probe, a warm write of many blocks, in 1e9 bytes per second
-    block_age_s: float | None = None  # Seconds since a block last went through; None without a connection
-    trouble: str = ""  # Why no KV can be sent to the pod now; "" if it can
+    transport: str  #: "" without a connection.
+    transport_source: str  #: "reported" or "derived", see backend.interface.Transport.
+    gb_s: float  #: Rate of the probe, a warm write of many blocks, in 1e9 bytes per second.
+    block_age_s: float | None = None  #: Seconds since the last block arrived; None without a connection.
+    trouble: str = ""  #: Why no KV can be sent to the pod now; "" if it can.
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,13 @@ class TransferStats:
     sent_transfers: int
     failed_transfers: int
     received_transfers: int
-    damaged_transfers: int  # Received transfers with a wrong checksum
+    damaged_transfers: int  #: Received transfers with a wrong checksum.
     open_incoming: int
-    quarantined_blocks: int  # Blocks of ended incoming transfers that wait for proof that their writer stopped
+    quarantined_blocks: int  #: Blocks of ended incoming transfers that wait for proof that their writer stopped.
     open_outgoing: int
-    loans: int  # Open loans of cached blocks to other pods
-    pending_writes: int  # Posted writes that have not ended
-    dropped: dict[str, int]  # Messages that did not fit the state of their transfer, by reason
+    loans: int  #: Open loans of cached blocks to other pods.
+    pending_writes: int  #: Posted writes that have not ended.
+    dropped: dict[str, int]  #: Messages that did not fit the state of their transfer, by reason.
     peers: tuple[PeerStats, ...]
 
 
@@ -170,7 +170,7 @@ class CommittedNotification:
     """Every block and the commit of a transfer arrived."""
 
     transfer_id: TransferId
-    awaited_us: int  # Microseconds from the arrival of the commit to the arrival of the last range
+    awaited_us: int  #: Microseconds from the arrival of the commit to the arrival of the last range.
 
     def pack(self, signature: bytes) -> bytes:
         awaited_us = min(self.awaited_us, 0xFFFFFFFF)

@@ -40,7 +40,9 @@ from kv_transfer.messages import (
     is_sealed,
     parse_notification,
 )
-from kv_transfer.peers.connections import PeerConnector, agent_name
+from kv_transfer.peers.connection import agent_name
+from kv_transfer.peers.connection_probe import ConnectionProbe
+from kv_transfer.peers.connector import PeerConnector
 from kv_transfer.peers.pair_prober import PAIR_PROBE_S, PairProber
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.peers.traffic import PairTrafficTable
@@ -52,7 +54,7 @@ from kv_transfer.transfer_thread import TransferThread
 
 _log = logging.getLogger(__name__)
 
-START_S = 60.0  # The first agent of a machine loads libraries and initializes devices
+START_S = 60.0  #: The first agent of a machine loads libraries and initializes devices.
 JOIN_S = 5.0
 STOP_POLL_S = 0.01
 
@@ -63,17 +65,17 @@ class TransferNode:
 
     backend: Backend
     memory: PoolMemory
-    info: Callable[[], transfer_pb2.InfoResponse]  # Current description of this pod (role, name, generation, ...)
+    info: Callable[[], transfer_pb2.InfoResponse]  #: Current description of this pod (role, name, generation, ...).
     signer: Signer
-    address: Callable[[], str]  # host:port of the gRPC server that serves `servicer`, once it is bound
-    lend: LendCallback = lambda _hashes, _first: None  # Pins cached blocks for a pod that pulls them
-    checksums: bool = False  # The commit carries a CRC-32 of every block, and the receiver compares them
-    allow_tcp: bool = False  # KV in GPU memory may travel over TCP or an unknown transport
-    write_limits: WriteLimits | None = None  # Sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory
+    address: Callable[[], str]  #: host:port of the gRPC server that serves `servicer`, once it is bound.
+    lend: LendCallback = lambda _hashes, _first: None  #: Pins cached blocks for a pod that pulls them.
+    checksums: bool = False  #: The commit carries a CRC-32 of every block, and the receiver compares them.
+    allow_tcp: bool = False  #: KV in GPU memory may travel over TCP or an unknown transport.
+    write_limits: WriteLimits | None = None  #: Sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory.
     #: Commits go as notifications to receivers that poll often. False is for benchmarks.
     commit_notifications: bool = True
-    tls: TlsFiles | None = None  # This pod's certificates for calls to other pods. None: plain calls
-    pair_probe_s: float = PAIR_PROBE_S  # A connection without traffic for this long is probed
+    tls: TlsFiles | None = None  #: This pod's certificates for calls to other pods. None: plain calls.
+    pair_probe_s: float = PAIR_PROBE_S  #: A connection without traffic for this long is probed.
 
     def __post_init__(self) -> None:
         memory, info, clock = self.memory, self.info, time.monotonic
@@ -84,7 +86,8 @@ class TransferNode:
         self._pairs = PairTrafficTable(clock)
         self._rpc = PeerRpcClient(self.signer, info, self.address, self.tls)
         self._thread = thread = TransferThread(self.backend, clock)
-        self._connector = PeerConnector(thread, self._rpc, memory, info, clock, self.allow_tcp)
+        probe = ConnectionProbe(thread, self._rpc, memory, info, clock, self.allow_tcp)
+        self._connector = PeerConnector(thread, self._rpc, info, clock, probe)
         self._prober = PairProber(self._connector, clock, self.pair_probe_s)
         self._incoming = TransferReceiver(thread, self._rpc, memory, clock, self._dropped)
         self._outgoing = TransferSender(
@@ -249,7 +252,7 @@ class TransferNode:
         )
 
     def pair_stats(self) -> tuple[transfer_pb2.Pair, ...]:
-        """Returns this pod's pairs: traffic, connection and trouble. Any thread; cheap."""
+        """Returns traffic, connection and trouble of each pair of this pod with another one. Any thread; cheap."""
         return self._pairs.stats(self._connector.pair_stats())
 
     def _require_running(self) -> None:

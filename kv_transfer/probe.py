@@ -24,9 +24,9 @@ from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import PeerMemory, PoolMemory, device_pool, host_pool
 
 HOST = "cpu"
-BLOCK_BYTES = 1 << 20  # A block of an 8B model; doubled on a GPU
+BLOCK_BYTES = 1 << 20  #: A block of an 8B model; doubled on a GPU.
 NUM_BLOCKS = 64
-GPU_ROUNDS = 16  # A single write of all blocks is too short to be timed well
+GPU_ROUNDS = 16  #: A single write of all blocks is too short to be timed well.
 DEADLINE_S = 60.0
 
 

@@ -33,7 +33,9 @@ from common.types import KvTarget
 from common.wire import finish_reason_from_pb, kv_target_from_pb, transfer_id_from_pb
 from kv_transfer.memory import PinnedBlocks, PoolMemory, release_unless_handed_on
 from kv_transfer.messages import Commit, DroppedMessages, TransferReport, Writer
-from kv_transfer.peers.connections import agent_name, probe_digest, require_compatible, watch_process
+from kv_transfer.peers.connection import agent_name, require_compatible
+from kv_transfer.peers.connection_probe import probe_digest
+from kv_transfer.peers.process_watch import watch_process
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.receiver.transfers import TransferReceiver
 from kv_transfer.sender.transfers import OutgoingTransfer, TransferSender
@@ -43,8 +45,8 @@ _log = logging.getLogger(__name__)
 
 MAX_LOANS = 16
 MAX_WRITERS = 1024  # Beyond it the writer with the oldest call is forgotten: a pod's end on another host is not visible
-EXPECT_WRITES_S = 5.0  # Seconds after a handshake in which writes are expected
-_CALL_S = 10.0  # Time limit of callers without a deadline
+EXPECT_WRITES_S = 5.0  #: Seconds after a handshake in which writes are expected.
+_CALL_S = 10.0  #: Time limit of callers without a deadline.
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -71,10 +73,10 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._writers: dict[str, transfer_pb2.InfoResponse] = {}  # By pod; the writer with the newest call is the last
+        self._writers: dict[str, transfer_pb2.InfoResponse] = {}  #: By pod; the writer with the newest call is the last
         self._expecting_until = 0.0
-        self.loans: set[OutgoingTransfer] = set()  # Cached blocks that pods are pulling
-        self.leaving = False  # No new loan is made. Open ones end with the outgoing transfers.
+        self.loans: set[OutgoingTransfer] = set()  #: Cached blocks that pods are pulling.
+        self.leaving = False  #: No new loan is made. Open ones end with the outgoing transfers.
 
     @property
     def expects_writes(self) -> bool:

@@ -1,11 +1,12 @@
 """The one thread that owns the backend. Other threads submit work to it and never block on it.
 
-Each iteration: notifications, then commands (so a commit finds the ranges that arrived before it), at most one new
-write of every transfer, polls of pending writes, ticks. An error in an iteration does not end the thread.
+An iteration handles notifications and then commands, so a commit finds the ranges that arrived before it. Next it posts
+at most one new write of every transfer, polls the pending writes and runs the ticks. An error in an iteration does not
+end the thread.
 
 Between iterations the thread sleeps until a command wakes it or the next poll is due. NIXL without a progress thread
 receives only while it polls:
-- idle: every IDLE_S. No message waits for this poll, because the Commit that ends a transfer is a command.
+- idle: every IDLE_S. No request waits for this poll, because the Commit that ends a transfer is a command.
 - writes are pending, or poll_fast(): every FAST_POLL_S. Polling every millisecond on two pods cost a 128-token prefill
   on two cores 35 of 470 ms. With KV on a GPU the interpreter, which the engine's thread needs too, is the limit.
 - poll_hot(): every HOT_POLL_S, while a commit is under way and a request waits for it.
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 FAST_POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
 HOT_POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.00003}
-HOT_POLL_LIMIT_S = 0.25  # A peer that has not answered by then may be frozen: its transfer is polled as others
+HOT_POLL_LIMIT_S = 0.25  #: After this time without an answer the peer may be frozen, and hot polling ends.
 IDLE_S = 0.02
 TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001
@@ -67,11 +68,11 @@ class TransferThread:
 
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self.backend = backend
-        self.heartbeat = Heartbeat()  # Beats once per iteration
+        self.heartbeat = Heartbeat()  #: Beats once per iteration.
         self._clock = clock
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
-        self._pending: dict[int, WriteCallback] = {}  # By handle of the backend
+        self._pending: dict[int, WriteCallback] = {}  #: By handle of the backend.
         self._stopping = False
         self._next_tick = 0.0
         self._thread: threading.Thread | None = None

@@ -29,8 +29,9 @@ from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.backend.sharded import RankBackendClient, RankBackendServer, ShardedBackend
-from kv_transfer.backend.staged import StagedBackend, StagingOptions
-from kv_transfer.backend.staging_area import make_copier
+from kv_transfer.backend.staged import StagedBackend
+from kv_transfer.backend.staging.agent import StagingOptions
+from kv_transfer.backend.staging.copiers import make_copier
 from kv_transfer.memory import PoolMemory
 
 _log = logging.getLogger(__name__)
@@ -78,14 +79,14 @@ def pod_backend(config: PodConfig, members: RankGroup | None) -> Backend:
     if members is None:
         return _staged(own, config)
     if config.staging == "on":
-        why = "each rank has its own part of a block"
-        raise ConfigError(f"staging on cannot be combined with several ranks: {why}", field="staging")
+        why = "each rank has its own part of a block: use auto or off"
+        raise ConfigError(f"staging on cannot be combined with several ranks, because {why}", field="staging")
     channels = enumerate(members.channels(TRANSFER_CHANNEL), 1)
     return ShardedBackend(own, [RankBackendClient(rank, channel) for rank, channel in channels])
 
 
 def _staged(direct: Backend, config: PodConfig) -> Backend:
-    """Adds writes through host memory for peers that the direct backend cannot reach."""
+    """Returns a backend that writes to a peer through host memory if `direct` cannot reach the peer."""
     if config.staging == "off" or config.transport != "nixl":
         return direct
     options = StagingOptions(config.staging_memory, config.staging_dir, always=config.staging == "on")

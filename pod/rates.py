@@ -114,7 +114,7 @@ class PodRates:
         return base + tokens / rate if rate else 0.0
 
     def predicted_step_s(self, prompt_tokens: int, decodes: int) -> float | None:
-        """Returns the seconds of a step of this size; None if steps of a part of it were never measured."""
+        """Returns the seconds of a step with so many prompt tokens and decoding sequences; None while unknown."""
         seconds = 0.0
         for rate, count, fixed in ((self._prefill, prompt_tokens, 0.0), (self._decode, decodes, DECODE_FIXED_SHARE)):
             if count and not rate.known:

@@ -229,9 +229,9 @@ class PodRuntime:
         await self._index.start()
 
     def _prepare_grammars(self) -> None:
-        """Makes the tables of tokens, and starts the process that proves grammars, as the first grammar would need it.
+        """Makes the tables of tokens and starts the process that proves grammars, before the first grammar needs them.
 
-        Making the tables holds the interpreter lock for 0.5 s, which would delay the tokens of other requests.
+        Making the tables holds the interpreter's lock for 0.5 s. Later that would delay the tokens of other requests.
         """
         with suppress(InvalidRequest):  # A model without a fitting tokenizer refuses grammars
             self.engine.grammar_compiler.tokenizer.for_matchers()
@@ -259,8 +259,8 @@ class PodRuntime:
     async def run(self, service: PodService) -> None:
         """Starts the pod, serves until a signal, drains and stops.
 
-        Ends without a signal, with SystemExit, if a quarantine lasts too long (3) or a thread of the pod has ended (4).
-        The watchdog ends the process at once, with code 6, if a loop stays stuck.
+        Raises SystemExit if a quarantine lasts too long (code 3) or a thread of the pod has ended (code 4). If a loop
+        stays stuck, the watchdog ends the process at once (code 6).
         """
         self.lifecycle.install_signals()
         if self.engine.device.type == "cuda":
@@ -282,10 +282,11 @@ class PodRuntime:
 
     @property
     def _takes_work(self) -> bool:
+        """The pod is ready, its KV pool is consistent, and no loop is stuck."""
         return self.lifecycle.state is LifecycleState.READY and self._health.intact and not self.watch.stuck
 
     def _update_serving(self) -> None:
-        """Called when a loop got stuck, or runs again."""
+        """Sets the health check after a loop got stuck or recovered."""
         self._server.set_serving(self._takes_work)
 
     def _drain_and_exit(self, exit_code: int, reason: str) -> None:

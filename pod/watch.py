@@ -1,8 +1,9 @@
 """Watches the loops of a pod: the engine's thread, the transfer thread and the event loop.
 
-The bound of an engine step is STEP_FACTOR times its predicted seconds, and at least `--stuck-step-s`. The prediction
-comes from the measured rates; before the first measurement it is the time of the warm-up's step, on a CPU times the
-tokens.
+The bound of an engine step is STEP_FACTOR times its predicted seconds, and at least `--stuck-step-s`. The pod's
+measured rates predict a step. Before the first measurement the longest step of the warm-up is the prediction; on a CPU
+it is multiplied by the step's tokens.
+
 Nothing is watched before the pod is ready: loading, compiling, capturing and warming up have no bound.
 """
 
@@ -16,16 +17,16 @@ from engine.loop import EngineLoop
 from kv_transfer.node import TransferNode
 from pod.rates import PodRates
 
-LOOPS = ("engine", "transfer_thread", "event_loop")
+LOOPS = ("engine", "transfer_thread", "event_loop")  #: Names of the watched loops, the labels of baton_stuck_loops.
 
 
 class PodWatch:
     """The watchdog of one pod.
 
     Args:
-        stuck_s: least bound of a step, and the bound of the other loops; 0 for no watchdog.
-        on_stuck: gets the name of a loop that got stuck. Any thread.
-        on_change: called after a change of `stuck`. Any thread; it must not block.
+        stuck_s: least bound of a step, and the bound of the other loops; 0 turns the watchdog off.
+        on_stuck: called with the name of a loop that got stuck, on any thread.
+        on_change: called after a change of `stuck`, on any thread. It must not block.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class PodWatch:
         on_stuck: Callable[[str], object],
         on_change: Callable[[], object],
     ) -> None:
-        self.warm_up_s = 0.0  # Seconds of the longest step of the warm-up
+        self.warm_up_s = 0.0  #: Seconds of the longest step of the warm-up.
         self._stuck_s, self._engine, self._rates = stuck_s, engine, rates
         self._is_cpu = engine.device.type == "cpu"
         self.watchdog = Watchdog(stuck_s, on_stuck=on_stuck, on_change=on_change)
@@ -52,16 +53,16 @@ class PodWatch:
         return self.watchdog.stuck
 
     def start(self) -> None:
-        """Starts to watch. On the event loop of the pod."""
+        """Starts the watchdog. Call it on the event loop of the pod."""
         self.watchdog.watch_event_loop()
         self.watchdog.start()
 
     def stop(self) -> None:
-        """Stops. Idempotent."""
+        """Stops the watchdog. Idempotent."""
         self.watchdog.stop()
 
     def step_bound_s(self) -> float:
-        """Returns the seconds after which the engine's present step counts as stuck; 0 for never. Any thread."""
+        """Returns the bound of the engine's present steps in seconds; 0 for none. Any thread."""
         steps = self._engine.steps_under_way
         return self._bound_s(
             sum(entry.num_new for step in steps for entry in step if not entry.is_decode),
@@ -69,13 +70,14 @@ class PodWatch:
         )
 
     def _sampled_bound_s(self) -> float:
-        """Returns `step_bound_s`, and gives the ranks the bound of the largest step."""
+        """Returns `step_bound_s`. Also sets the bound of the ranks, which is that of the largest possible step."""
         if (ranks := self._engine.rank_group) is not None:
             limits = self._engine.scheduler.config
             ranks.step_bound_s = self._bound_s(limits.max_step_tokens, limits.max_seqs)
         return self.step_bound_s()
 
     def _bound_s(self, prompt_tokens: int, decodes: int) -> float:
+        """Returns the bound of a step with so many prompt tokens and decoding sequences; 0 for none."""
         if self._stuck_s <= 0:
             return 0.0
         predicted_s = self._rates.predicted_step_s(prompt_tokens, decodes)

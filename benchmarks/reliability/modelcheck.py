@@ -1,16 +1,17 @@
-"""Explores every state of the transfer of KV within bounds, and seeds bugs that the explorer has to find.
+"""Explores every state of a KV transfer within bounds, and checks that the explorer finds seeded bugs.
 
     python benchmarks/reliability/modelcheck.py --out benchmarks/results/modelcheck.json
 
-The real tables, state machines and block pools of a prefill pod and a decode pod run on a network that loses, delays,
-duplicates and reorders, with one restart of each pod: tests/modelcheck/world.py says what is covered. Then each seeded
-bug removes one line of the product (tests/modelcheck/seeded_bugs.py). The exit status is 1 if an invariant is violated
-or a bug is not found. --schedules prints a shortest schedule for each bug. Metrics:
+The real transfer tables, state machines and block pools of a prefill pod and a decode pod run in a model. Its network
+loses, delays, doubles and reorders messages, and each pod restarts once; tests/modelcheck/world.py lists everything.
+Then the explorer runs once for each seeded bug: a product file without one line (tests/modelcheck/seeded_bugs.py). The
+exit status is 1 if an invariant is violated or a bug is not found. Metrics:
 
-- states, transitions: of all explorations without a removed line; each covers its bounds completely.
-- violations: explorations without a removed line that violate an invariant.
-- seeded_bugs, seeded_bugs_found: bugs, and those of which the explorer names the violated invariant.
-- seconds: whole time on one core.
+- states, transitions: of all explorations without a seeded bug.
+- violations: explorations without a seeded bug that violate an invariant, or that did not visit every state.
+- seeded_bugs, seeded_bugs_found: bugs, and the number of them for which the explorer finds the expected violation.
+- more_bugs, more_bugs_found: the same for further bugs.
+- seconds: the whole time, on one core.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
     .venv/bin/python benchmarks/reliability/overload.py --out benchmarks/results/overload.json
 
 A stack of real processes (prefill, decode, gateway, Valkey) serves the demo model on a CPU with `--max-ttft-s`. First
-CLOSED clients, each with one request at a time, measure the capacity. Then requests of different prompts arrive at even
-times for --seconds, at the capacity and at --times the capacity. Clients have a lower priority than the stack, which
-shares their processors.
+CLOSED clients, each with one request at a time, measure the capacity in answers per second. Then two loads run for
+--seconds each: requests arrive at even times, at the capacity and at --times the capacity. All prompts differ. Clients
+and stack share the processors, so the clients have a lower priority.
 
-- reject_ms_p99: head received to refusal sent, in the gateway (`baton_refusal_seconds`), of requests refused on
-  arrival. reject_ms_p99_all: of all refusals; those of requests that waited include the wait.
-- accepted_ttft_s_p99: request sent to first token, at the client, of all requests with a first token.
-- goodput_ratio: answers per second with a first token within --max-ttft-s, at --times over once the capacity.
-- drain_s: end of the load until gateway and pods hold no request.
+- reject_ms_p99: time in the gateway from the head of a request to its refusal (`baton_refusal_seconds`), for requests
+  that are refused on arrival. reject_ms_p99_all: for all refusals; a request that waited has its wait in it.
+- accepted_ttft_s_p99: time at the client from sending a request to its first token, for all requests that got one.
+- goodput_ratio: answers per second with a first token within --max-ttft-s, at --times the capacity, divided by the same
+  at the capacity.
+- drain_s: time from the end of the load until gateway and pods hold no request.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import os
 import random
 import re
@@ -43,10 +45,12 @@ from common.settings.configs import UpConfig
 from loadtest.slo import percentile
 
 CLOSED = 6  #: Clients that measure the capacity.
-VOCAB = (100, 40_000)
-PATIENCE = 3.0  #: Clients wait this many times the limit for an answer.
-NICE = 10
-Buckets = dict[float, float]
+VOCAB = (100, 40_000)  #: Range of the prompts' token ids.
+PATIENCE = 3.0  #: A client waits this many times --max-ttft-s for the end of its answer.
+REFUSED_PAUSE_S = 0.2  #: Pause of a client after a refusal, while the capacity is measured.
+NICE = 10  #: How much the priority of the clients is lower.
+DRAIN_LIMIT_S = 120.0  #: A stack that still holds requests this long after a load is broken.
+Buckets = dict[float, float]  #: Upper bound in seconds -> number of observations up to it.
 
 
 @dataclass
@@ -54,9 +58,9 @@ class Load:
     """The requests of one load, as their clients saw them."""
 
     seconds: float = 0.0  #: From the first request to the last.
-    ttft_s: list[float] = field(default_factory=list)
-    statuses: Counter[str] = field(default_factory=Counter)
-    retry_after_s: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)  #: Time to the first token of each request that got one.
+    statuses: Counter[str] = field(default_factory=Counter)  #: Requests by HTTP status, or by how they failed.
+    retry_after_s: list[float] = field(default_factory=list)  #: Header retry-after of each refusal.
 
     def good(self, limit_s: float) -> float:
         """Returns the answers per second with a first token in time."""
@@ -72,8 +76,8 @@ class Client:
     args: argparse.Namespace
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    async def request(self, load: Load) -> None:
-        """Sends one request and reads its answer."""
+    async def request(self, load: Load) -> str:
+        """Sends one request, reads its answer and adds it to the load. Returns the status, as in `Load.statuses`."""
         prompt = [self.rng.randrange(*VOCAB) for _ in range(self.args.prompt)]
         fields = {"model": self.model, "prompt": prompt, "max_tokens": self.args.output, "stream": True}
         body = orjson.dumps({**fields, "ignore_eos": True, "temperature": 0})
@@ -103,21 +107,23 @@ class Client:
             load.statuses[status] += 1
             if writer is not None:
                 writer.close()
+        return status
 
     async def closed(self, seconds: float) -> Load:
-        """Runs CLOSED clients with one request at a time each."""
+        """Runs CLOSED clients that each have one request at a time. Returns their load."""
         load, began = Load(), time.perf_counter()
 
         async def client() -> None:
             while time.perf_counter() - began < seconds:
-                await self.request(load)
+                if await self.request(load) != "200":
+                    await asyncio.sleep(REFUSED_PAUSE_S)
 
         await asyncio.gather(*[client() for _ in range(CLOSED)])
         load.seconds = time.perf_counter() - began
         return load
 
     async def open(self, per_s: float, seconds: float) -> tuple[Load, set[asyncio.Task[None]]]:
-        """Sends requests at even times. Returns the load, and the requests that have not ended."""
+        """Sends requests at even times. Returns the load, and the tasks of the requests that have not ended."""
         load, began, tasks = Load(), time.perf_counter(), set[asyncio.Task[None]]()
         for number in range(int(per_s * seconds)):
             await asyncio.sleep(max(0.0, began + number / per_s - time.perf_counter()))
@@ -129,7 +135,7 @@ class Client:
 
 
 async def refusals(http: httpx.AsyncClient) -> dict[str, Buckets]:
-    """Returns the buckets of baton_refusal_seconds by stage: upper bound to the number of refusals up to it."""
+    """Returns the buckets of the metric baton_refusal_seconds by its label `stage`."""
     found: dict[str, Buckets] = {}
     for family in text_string_to_metric_families((await http.get("/metrics")).text):
         for sample in family.samples:
@@ -138,8 +144,16 @@ async def refusals(http: httpx.AsyncClient) -> dict[str, Buckets]:
     return found
 
 
+def refused(after: Mapping[str, Buckets], before: Mapping[str, Buckets]) -> dict[str, int]:
+    """Returns the number of refusals between two readings, by stage."""
+    counts = {
+        stage: int(buckets[math.inf] - before.get(stage, {}).get(math.inf, 0)) for stage, buckets in after.items()
+    }
+    return {stage: count for stage, count in counts.items() if count}
+
+
 def quantile_ms(after: Buckets, before: Mapping[float, float], share: float) -> float:
-    """Returns a percentile of the observations between two readings, interpolated within a bucket."""
+    """Returns the quantile `share` of the observations between two readings, interpolated within a bucket."""
     counts = [(bound, count - before.get(bound, 0.0)) for bound, count in sorted(after.items())]
     rank, low, below = share * counts[-1][1], 0.0, 0.0
     for bound, count in counts:
@@ -157,15 +171,20 @@ async def empty(http: httpx.AsyncClient) -> bool:
 
 
 async def drained(http: httpx.AsyncClient) -> float:
-    """Returns the seconds until the stack is empty."""
+    """Waits until the stack is empty. Returns the seconds. Raises RuntimeError after DRAIN_LIMIT_S."""
     began = time.perf_counter()
-    while not await empty(http):  # noqa: ASYNC110
+    while not await empty(http):
+        if time.perf_counter() - began > DRAIN_LIMIT_S:
+            raise RuntimeError(
+                f"gateway or pods still hold requests {DRAIN_LIMIT_S:.0f} s after the load: see their logs"
+            )
         await asyncio.sleep(0.05)
     return time.perf_counter() - began
 
 
 async def measure(client: Client, http: httpx.AsyncClient, args: argparse.Namespace) -> dict[str, Any]:
-    await client.closed(args.warm)  # compiles, and lets the pods measure their rates
+    """Runs all loads. Returns the metrics."""
+    await client.closed(args.warm)  # the pods compile kernels and measure their rates
     capacity = len((closed := await client.closed(args.warm)).ttft_s) / closed.seconds
     await drained(http)
     metrics: dict[str, Any] = {"capacity_per_s": round(capacity, 3)}
@@ -183,7 +202,7 @@ async def measure(client: Client, http: httpx.AsyncClient, args: argparse.Namesp
             f"good_per_s_{name}": round(goods[-1], 3),
             f"requests_{name}": sum(load.statuses.values()),
             f"ended_{name}": dict(load.statuses),
-            f"refused_{name}": {stage: int(buckets[float("inf")]) for stage, buckets in after.items()},
+            f"refused_{name}": refused(after, before),
             f"ttft_s_p50_{name}": round(percentile(load.ttft_s, 0.5), 3),
         }
         report.show(metrics)
@@ -210,9 +229,9 @@ async def main() -> None:
     parser.add_argument("--times", type=float, default=20.0, help="load beyond the capacity, as a multiple of it")
     parser.add_argument("--seconds", type=float, default=25.0, help="duration of each load")
     parser.add_argument(
-        "--warm", type=float, default=8.0, help="duration of the warm-up, and of the capacity's measure"
+        "--warm", type=float, default=8.0, help="duration of the warm-up, and of the measurement of the capacity"
     )
-    parser.add_argument("--max-ttft-s", type=float, default=5.0)
+    parser.add_argument("--max-ttft-s", type=float, default=5.0, help="the gateway's setting")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=8, help="tokens of an answer")
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Measures how soon a pod is of use after it was killed and started again at the same address.
+"""Measures how soon a pod takes part in an answer after it was killed and started again at the same address.
 
     python benchmarks/reliability/restarts.py --restarts 100 --out benchmarks/results/restarts.json
 
-It runs Valkey, a prefill pod, a decode pod and a gateway with a tiny random model. Each time one of the pods is killed
-(SIGKILL) and started again. As soon as its health check passes, a client asks the gateway for a new prompt until it is
-answered. Every answer needs a hand-off. The prompt is new, so no cache helps.
+It runs Valkey, a prefill pod, a decode pod and a gateway with a tiny random model. It kills a pod with SIGKILL, starts
+it again and waits for its health check. Then a client sends requests to the gateway, one after another, until one is
+answered. Every answer needs a hand-off from the prefill pod to the decode pod. Every prompt is new, so no cache helps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,20 +27,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import report
 from cli.demo.model import demo_model
+from common.errors import describe
 from tests.rigs.stack.cluster import Cluster
 
 METRICS = """
 Metrics:
 
-- restarts: of the pods in --kill, in turn.
+- restarts: number of restarts. The pods of --kill take turns.
 - first_hand_off_s_p50, first_hand_off_s_max: from the passed health check of the restarted pod to the first answer.
-- failed_requests: requests in that time that ended with an error; the client sends the next one at once.
+- failed_requests: requests in that time that ended with an error.
 - other_restarts: other processes that ended or have another generation.
-- idle_s, burst_requests, burst_failed: after this pause without a request, so many at the same moment.
+- idle_s, burst_requests, burst_failed: with --idle-s, the pause before a burst, and all and failed requests of it.
 """
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 2
-REQUEST_LIMIT_S = 30.0
-BURST = 32
+REQUEST_LIMIT_S = 30.0  #: Time limit of a request, and of all requests after one restart.
+BURST = 32  #: Requests of a burst.
 
 
 def tiny_model(source: Path, directory: Path) -> Path:
@@ -56,7 +58,7 @@ def tiny_model(source: Path, directory: Path) -> Path:
 
 
 def ask(cluster: Cluster, rng: random.Random) -> str:
-    """Requests an answer to a new prompt. Returns the error, "" for an answer."""
+    """Sends a request with a new prompt. Returns the error, or "" if it was answered."""
     url = urlsplit(cluster.base_url)
     prompt = [rng.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
     body = {"model": cluster.model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
@@ -66,14 +68,14 @@ def ask(cluster: Cluster, rng: random.Random) -> str:
         answer = connection.getresponse()
         text = answer.read().decode()
         return "" if answer.status == 200 else text
-    except OSError as error:
-        return repr(error)
+    except (OSError, http.client.HTTPException) as error:
+        return describe(error, limit_s=REQUEST_LIMIT_S)
     finally:
         connection.close()
 
 
 def first_answer(cluster: Cluster, rng: random.Random) -> tuple[float, list[str]]:
-    """Asks until there is an answer. Returns the seconds, and the errors before."""
+    """Sends requests until one is answered. Returns the seconds, and the errors before the answer."""
     began, errors = time.monotonic(), list[str]()
     while error := ask(cluster, rng):
         errors.append(error)
@@ -84,13 +86,13 @@ def first_answer(cluster: Cluster, rng: random.Random) -> tuple[float, list[str]
 
 
 def lives(cluster: Cluster) -> dict[str, tuple[int | None, int]]:
-    """Returns pid and generation (0: no pod) of each process."""
+    """Returns the pid and the generation of each process; generation 0 for a process that is no pod."""
     names = [*cluster.pods, "gateway", "valkey"]
     return {name: (cluster.pid(name), cluster.info(name).generation if name in cluster.pods else 0) for name in names}
 
 
 def restarts(cluster: Cluster, pods: list[str], count: int, rng: random.Random) -> Iterator[Mapping[str, object]]:
-    """Restarts the pods in turn. Yields a row for each restart."""
+    """Restarts the pods in turn, `count` times in all. Yields a row for each restart."""
     for number in range(count):
         pod, before = pods[number % len(pods)], lives(cluster)
         cluster.kill(pod)
@@ -109,9 +111,7 @@ def restarts(cluster: Cluster, pods: list[str], count: int, rng: random.Random) 
 
 
 def burst(cluster: Cluster, idle_s: float) -> list[str]:
-    """Sends BURST requests at once after a pause. Returns the errors."""
-    from concurrent.futures import ThreadPoolExecutor
-
+    """Waits `idle_s` seconds and then sends BURST requests at once. Returns the errors."""
     time.sleep(idle_s)
     with ThreadPoolExecutor(BURST) as pool:
         return [error for error in pool.map(lambda seed: ask(cluster, random.Random(seed)), range(BURST)) if error]

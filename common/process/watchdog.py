@@ -1,14 +1,18 @@
-"""Watches the loops of a process. A loop without a beat for its bound is stuck.
+"""Watches the loops of a process. A loop is stuck after a bound: a time in which its heartbeat did not change.
 
     running --a bound without a beat--> stuck --another bound--> the process ends with EXIT_STUCK
        ^                                  |
        '-------------- a beat ------------'
 
-A loop writes its heartbeat with plain attribute stores, and one thread samples all heartbeats. When a loop gets stuck,
-the stacks of all threads go to the log. Time counts only while this thread's own clock ticks, so a process that was
-frozen or suspended has no stuck loop. The time in which a loop waited for a CPU, and a bound in which it compiled a
-kernel, do not count either. A loop that holds the interpreter's lock stops this thread too; peers and probes notice
-that.
+A loop writes its heartbeat with plain attribute stores. One thread, the watchdog, samples all heartbeats. When a loop
+gets stuck, the watchdog logs the stacks of all threads. Three times do not count as silence of a loop:
+
+- The process was frozen or suspended. The watchdog did not run either, so its own clock (TickClock) leaves this out.
+- The loop was ready to run but had no CPU.
+- The loop compiled a kernel at the end of its bound. The bound then begins again.
+
+A loop that holds the interpreter's lock also stops the watchdog. Only other processes can notice that: gateways see
+that the pod does not answer, and the probes of Kubernetes or `baton up` fail.
 """
 
 from __future__ import annotations
@@ -29,9 +33,9 @@ from types import FrameType
 _log = logging.getLogger(__name__)
 
 EXIT_STUCK = 6
-PERIOD_S = 1.0  #: Longest time between two samples.
-REPORT_S = 5.0  #: Longest wait for the log and the metrics, whose locks the stuck loop may hold.
-STEP_FACTOR = 20.0  #: A step is stuck after this many times its predicted seconds, if that is above the setting.
+PERIOD_S = 1.0  #: Longest time between two samples of a heartbeat.
+REPORT_S = 5.0  #: Longest wait for the log and the metrics. The stuck loop may hold their locks.
+STEP_FACTOR = 20.0  #: The bound of an engine step is this times its predicted seconds, and at least --stuck-step-s.
 
 
 class Heartbeat:
@@ -40,19 +44,20 @@ class Heartbeat:
     __slots__ = ("beats", "ident", "idle", "native_id")
 
     def __init__(self) -> None:
-        self.beats = 0  #: Turns of the loop.
-        self.idle = False  #: The loop waits for work, or has ended.
-        self.ident = self.native_id = 0  #: The thread of the loop; 0 before `begin`.
+        self.beats = 0  #: Turns of the loop so far.
+        self.idle = False  #: The loop waits for work, or has ended. It is then not stuck.
+        self.ident = 0  #: Python's number of the loop's thread; 0 before `begin`.
+        self.native_id = 0  #: The kernel's number of the loop's thread; 0 before `begin`.
 
     def begin(self) -> None:
-        """Records the calling thread as that of the loop."""
+        """Records that the loop runs on the calling thread."""
         self.ident, self.native_id = threading.get_ident(), threading.get_native_id()
 
 
 class TickClock:
-    """Measures time by its own ticks, which should come every `period_s` seconds.
+    """Measures the time in which this process ran, by ticks that should come every `period_s` seconds.
 
-    A tick that is late by more than the period counts as one period: the process did not run in between.
+    A tick after more than two periods counts as one period: the process was frozen or suspended in between.
     """
 
     def __init__(self, period_s: float) -> None:
@@ -60,29 +65,29 @@ class TickClock:
         self._last: float | None = None
 
     def tick(self, now: float) -> float:
-        """Returns the seconds that count since the last tick; 0 for the first."""
+        """Returns the counted seconds since the last tick; 0 for the first tick."""
         last, self._last = self._last, now
         elapsed = 0.0 if last is None else now - last
         return elapsed if elapsed <= 2 * self._period_s else self._period_s
 
 
 class LoopEvent(enum.Enum):
-    """A change in the life of one loop."""
+    """A change of one loop that the watchdog acts on."""
 
-    STUCK = "stuck"
-    RECOVERED = "recovered"
-    HOPELESS = "hopeless"
+    STUCK = "stuck"  #: A bound has passed without a beat.
+    RECOVERED = "recovered"  #: A stuck loop beats again.
+    HOPELESS = "hopeless"  #: A further bound has passed since the loop got stuck.
 
 
 class LoopWatch:
     """Decides whether one loop is stuck. A pure state machine: the caller gives the time."""
 
     def __init__(self, period_s: float) -> None:
-        self.stuck = False
+        self.stuck = False  #: A bound has passed since the last beat.
         self.silent_s = 0.0  #: Counted seconds since the last beat.
         self._clock = TickClock(period_s)
-        self._beats = -1  # at the last tick
-        self._bound_from_s = 0.0  # value of silent_s at which the current bound began
+        self._beats = -1  #: `Heartbeat.beats` at the last tick.
+        self._bound_from_s = 0.0  #: Value of silent_s at which the current bound began.
 
     def tick(
         self,
@@ -94,11 +99,13 @@ class LoopWatch:
         starved_s: float = 0.0,
         exempt: Callable[[], bool] = lambda: False,
     ) -> LoopEvent | None:
-        """Takes a sample of the loop and returns what it changes.
+        """Takes one sample of the loop. Returns the event that the sample causes, or None.
 
         Args:
+            now: time of the sample in seconds, of a monotonic clock.
             beats: turns of the loop so far.
             bound_s: longest time without a beat; 0 for no bound.
+            idle: the loop waits for work, or has ended.
             starved_s: seconds since the last tick in which the loop waited for a CPU.
             exempt: called at the end of a bound; True starts the bound again.
         """
@@ -123,20 +130,20 @@ class LoopWatch:
 class _Loop:
     """One watched loop."""
 
-    name: str
+    name: str  #: The value of the metric's label `loop`, like "transfer_thread".
     heartbeat: Heartbeat
-    bound_s: Callable[[], float]
+    bound_s: Callable[[], float]  #: Returns the bound that applies now; 0 for none.
     watch: LoopWatch
-    starved_at_s: float = 0.0  # seconds on the run queue at the last sample
-    stuck_since: float = 0.0  # time.monotonic() of its last beat, while it is stuck
+    starved_at_s: float = 0.0  #: `_run_queue_s` of the loop's thread at the last sample.
+    stuck_since: float = 0.0  #: time.monotonic() of the last beat of a stuck loop.
 
     @property
     def title(self) -> str:
-        """The loop's name in a sentence."""
+        """The loop's name in a sentence, like "the transfer thread"."""
         return "the " + self.name.replace("_", " ")
 
     def starved_s(self) -> float:
-        """Returns the seconds since the last call in which the loop's thread was ready to run but had no CPU."""
+        """Returns how many seconds the loop's thread was ready to run without a CPU, since the last call."""
         before, self.starved_at_s = self.starved_at_s, _run_queue_s(self.heartbeat.native_id)
         return max(0.0, self.starved_at_s - before)
 
@@ -145,10 +152,10 @@ class Watchdog:
     """One thread that samples the heartbeats of a process.
 
     Args:
-        stuck_s: bound of a loop without a bound of its own; 0 for no watchdog.
-        on_stuck: gets the name of a loop that got stuck. It runs on a thread of its own.
+        stuck_s: bound of a loop without a bound of its own; 0 turns the watchdog off.
+        on_stuck: called with the name of a loop that got stuck, on a thread of its own.
         on_change: called after a change of `stuck`, on the watchdog's thread. It must not block.
-        end: ends the process with an exit code.
+        end: called with the exit code to end the process.
     """
 
     def __init__(
@@ -160,22 +167,22 @@ class Watchdog:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.stuck = ""  #: Which loops are stuck, in words; "" while all run. Any thread may read it.
-        self.end = end
+        self.end = end  #: Ends the process with an exit code.
         self._stuck_s = stuck_s
         self._period_s = min(PERIOD_S, stuck_s / 10)
         self._on_stuck, self._on_change = on_stuck, on_change
         self._loops: list[_Loop] = []
-        self._pulse: asyncio.TimerHandle | None = None  # the next beat of the event loop
+        self._pulse: asyncio.TimerHandle | None = None  #: Timer of the event loop's next beat.
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def watch(self, name: str, heartbeat: Heartbeat, bound_s: Callable[[], float] | None = None) -> None:
-        """Watches one more loop. `bound_s` returns its bound now, 0 for none; by default the bound is `stuck_s`."""
+        """Watches one more loop. `bound_s` returns the bound that applies now, 0 for none; the default is `stuck_s`."""
         bound = bound_s or (lambda: self._stuck_s)
         self._loops.append(_Loop(name, heartbeat, bound, LoopWatch(self._period_s)))
 
     def watch_event_loop(self) -> None:
-        """Watches the running event loop, in which a timer beats once per period until `stop`."""
+        """Watches the running event loop. A timer in the event loop beats once per period until `stop`."""
         if self._stuck_s <= 0:
             return
         heartbeat, loop = Heartbeat(), asyncio.get_running_loop()
@@ -195,7 +202,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and the timer. Idempotent. Call it on the event loop, if one is watched."""
+        """Ends the thread and the timer. Idempotent. If an event loop is watched, call it there."""
         self._stopping.set()
         if self._pulse is not None:
             self._pulse.cancel()
@@ -256,14 +263,14 @@ def all_stacks() -> str:
 
 
 def _bounded(work: Callable[[], object]) -> None:
-    """Runs `work` on a thread, and waits for it at most REPORT_S: it may need a lock that the stuck loop holds."""
+    """Runs `work` on a thread of its own and waits at most REPORT_S. `work` may need a lock of the stuck loop."""
     thread = threading.Thread(target=work, name="watchdog-report", daemon=True)
     thread.start()
     thread.join(REPORT_S)
 
 
 def _run_queue_s(native_id: int) -> float:
-    """Returns the seconds that a thread of this process has waited for a CPU; 0 where the kernel does not say."""
+    """Returns how many seconds a thread of this process has waited for a CPU so far; 0 if the kernel does not tell."""
     try:
         return int(Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -271,7 +278,7 @@ def _run_queue_s(native_id: int) -> float:
 
 
 def _compiles(frame: FrameType | None) -> bool:
-    """Returns whether a stack is inside Triton's compiler."""
+    """Returns whether a thread with this innermost frame is inside Triton's compiler."""
     while frame is not None:
         if frame.f_code.co_name == "compile" and frame.f_globals.get("__name__", "").startswith("triton.compiler"):
             return True

@@ -31,8 +31,8 @@ RedisArg = str | bytes | int
 RedisClient = redis.Redis | RedisCluster
 
 
-#: Marks in the answers and errors of a server, and what they mean. redis-py drops some of the first words (NOAUTH,
-#: LOADING) and keeps the text behind them. The first mark that occurs counts.
+#: Patterns of a server's errors, and their meaning. The first pattern that matches counts. redis-py drops the first
+#: word of some errors (NOAUTH, LOADING), so a pattern also matches the text behind that word.
 _SERVER_ERRORS = (
     ("wrongpass|invalid username", "wrong password or user"),
     ("noauth|authentication required", "password missing"),

@@ -33,8 +33,8 @@ class ServiceSettings(Settings, section="Process"):
     stuck_step_s: float = setting(
         kinds.seconds(0, 3600),
         10.0,
-        "Seconds without progress after which an engine step (at least 20 times its predicted time), a loop of a "
-        "process or a pod's token stream counts as stuck; after twice this time the process ends; 0: never",
+        "Seconds without progress after which an engine step or a loop is stuck, and a request on a pod is stalled; a "
+        "step has at least 20 times its predicted time; after twice this time a stuck process ends; 0: never",
     )
     log_level: str = setting(kinds.choice("debug", "info", "warning", "error"), "info", "debug, info, warning or error")
     log_format: str = choice_setting(("auto", "json", "text"), "json, text, or auto: text on a terminal")

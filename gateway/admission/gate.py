@@ -5,13 +5,13 @@ r"""Admission of one model's requests to its pods: at once while the pods keep u
                         \-> rejected | shed | deadline | client gone
 
 A request passes if fewer than max_running requests run, the pods' prompt queue is shorter than TARGET_POD_QUEUE_S, and
-the requests without a first token are few for the speed at which first tokens came. So requests wait in the gateway,
-where their order can still be chosen. Room for its KV is the decode pods' decision.
+the work without a first token is small for the proven speed. So requests wait in the gateway, where their order can
+still be chosen. The decode pods decide whether there is room for its KV.
 
-A request is rejected on arrival if its first token is forecast after its deadline or after max_ttft_s. The forecast is
-made again while it waits, in the order of the queue, and a request that would be late is shed at once. At the pods, a
-request without a first token after max_ttft_s is shed too, unless its own prompt takes that long. A request with no
-other request before it is never rejected. Docs: docs/admission.md.
+A request is rejected on arrival if the forecast says that its first token will be late: after its deadline or after
+max_ttft_s. While it waits, the forecast is made again, and a late request is shed at once. At the pods, a request
+without a first token after max_ttft_s is shed too, unless its own prompt takes that long. A request without other
+requests ahead is never rejected. See docs/admission.md.
 """
 
 from __future__ import annotations
@@ -38,44 +38,48 @@ from gateway.admission.queue import (
 )
 from gateway.telemetry.metrics import GatewayMetrics
 
-TARGET_POD_QUEUE_S = 1.0  #: Prompt queue that pods are kept at: enough to keep them busy between two reports.
+TARGET_POD_QUEUE_S = 1.0  #: Length of the pods' prompt queue that the gate keeps, so that pods are always busy.
 REPORT_DELAY_S = 0.1  #: A request that passed this recently may not be in the pods' reports yet.
 TOLERATED_WAIT_S = 0.5  #: No request is rejected for a shorter wait.
 TICK_S = (0.01, 0.25)  #: Shortest and longest pause between two looks at the pods' queues while requests wait.
-SHED_SHARE = 0.05  #: Largest share of time for forecasts of waiting requests.
+SHED_SHARE = 0.05  #: Forecasts of waiting requests take at most this share of the time.
 
-#: Requests without a first token that each pod may have: before a first token has proven a speed, and at least.
+#: Requests without a first token that each pod may have: the first number before a speed is proven, the second always.
 UNPROVEN_PER_POD, LEAST_PER_POD = 8, 2
-PROVEN_AHEAD_S = 2.0  #: Work at the pods, in seconds of the proven speed. More than the target, so that it can grow.
-NO_ROOM_S = 10.0  #: So long after a refusal by all decode pods, only as many requests pass as end in a second.
+#: Work without a first token, in seconds at the proven speed. It is above TARGET_POD_QUEUE_S, so the speed can grow.
+PROVEN_AHEAD_S = 2.0
+NO_ROOM_S = 10.0  #: For this time after a refusal by all decode pods, only as many requests pass as end in a second.
 NO_ROOM_PAUSE_S = (0.1, 1.0)  #: Shortest and longest pause before full decode pods are asked again.
-LATE_FACTOR = 2.0  #: A late request is shed after this times its own work at the pods.
-LATE_CHECK_S = 1.0  #: Pause before the next look at a late request that may be computed now.
+LATE_FACTOR = 2.0  #: A late request is shed once it has been at the pods for this times its own work.
+LATE_CHECK_S = 1.0  #: Longest pause before the next look at a late request that is not shed yet.
 
-MAX_RETRY_S = 60.0
+MAX_RETRY_S = 60.0  #: Largest Retry-After.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateLimits:
-    max_running: int = 0  # requests that run on the pods at once; 0 for any number
-    max_queue: int = 2048  # requests that wait; bounds memory, because the forecast bounds the time
-    max_ttft_s: float = 0.0  # longest forecast time to the first token; 0 leaves only the requests' deadlines
+    """The settings of a gate."""
+
+    max_running: int = 0  #: Most requests that run on the pods at once; 0 for any number.
+    max_queue: int = 2048  #: Most requests that wait. It bounds the memory; the forecast bounds the time.
+    max_ttft_s: float = 0.0  #: Longest time to the first token, forecast or real. 0: only deadlines of requests count.
 
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """What forecasts of waits need, at one moment."""
+    """The values from which a wait is forecast, at one moment."""
 
     now: float
     pods: PodSpeed
     pod_queue_s: float  #: Seconds until a pod can start one more prompt; 0 if nothing is measured.
-    left_s: float  #: Work left of the requests without a first token.
+    left_s: float  #: Work that is left of the requests without a first token.
     speed: float | None  #: Work per second of the first tokens that came while requests waited; None if unknown.
     since_turn_s: float  #: Seconds since a request left the queue; 0 if no request waits.
-    turn_tokens_per_s: float | None  #: Expected tokens that leave the queue, if requests wait for others to end.
+    #: Expected tokens per second that leave the queue; None unless requests wait until others end.
+    turn_tokens_per_s: float | None
 
     def wait_s(self, expected_tokens: float, work_s: float) -> float:
-        """Returns the seconds until a pod can start a request with so much before it in the queue."""
+        """Returns the seconds until a pod can start a request. The arguments are sums over the queue ahead of it."""
         turns_s = self.since_turn_s
         if self.pods.measured and self.pods.speed > 0:
             turns_s = max(turns_s, work_s / self.pods.speed)
@@ -105,23 +109,23 @@ class Gate:
         self._clock = clock
         self._queue = FairQueue()
         self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}  #: Set when the entry passes or is evicted.
-        self._running = 0  # requests that passed and were not released
+        self._running = 0  #: Requests that passed and were not released.
         self._outstanding: dict[QueueEntry, None] = {}  #: Running requests without a first token, oldest first.
-        self._outstanding_s = 0.0  #: Their work.
-        self._without_room: dict[QueueEntry, None] = {}  #: Those that all decode pods refused, oldest first.
-        self._recently_passed: deque[tuple[float, int]] = deque()  #: Times and tokens of the last REPORT_DELAY_S.
-        self._turns = BusySpeed()  #: Expected tokens that leave the queue, while requests wait.
-        self._first_tokens = BusySpeed()  #: Work of first tokens, while requests wait.
-        self._ends = BusySpeed()  #: Answered requests that end, while requests run.
+        self._outstanding_s = 0.0  #: Work of the outstanding requests.
+        self._without_room: dict[QueueEntry, None] = {}  #: The outstanding ones that all decode pods refused.
+        self._recently_passed: deque[tuple[float, int]] = deque()  #: Time and prompt tokens, for REPORT_DELAY_S.
+        self._turns = BusySpeed()  #: Expected tokens per second that leave the queue, while requests wait.
+        self._first_tokens = BusySpeed()  #: Work per second of first tokens, while requests wait.
+        self._ends = BusySpeed()  #: Answered requests per second that end, while requests run.
         self._proven = ProvenSpeed()
         self._error = ForecastError()
         self._pods: PodSpeed | None = None  #: The rates as they were at `_pods_read_at`.
         self._pods_read_at = -math.inf
-        self._measured = False  #: The rates that the speeds were measured with are not only assumptions.
+        self._measured = False  #: The speeds were measured in work by measured rates, not by assumed ones.
         self._refused_at = -math.inf  #: When all decode pods refused a request.
-        self._next_shed_at = -math.inf
-        self._changed = asyncio.Event()  # set when a request was released, or got its first token
-        self._pump: asyncio.Task[None] | None = None  # runs `_serve_queue` while requests wait
+        self._next_shed_at = -math.inf  #: When waiting requests get their next forecast.
+        self._changed = asyncio.Event()  #: Set when a request was released, or got its first token.
+        self._pump: asyncio.Task[None] | None = None  #: Runs `_serve_queue` while requests wait.
 
     @property
     def waiting(self) -> int:
@@ -142,7 +146,7 @@ class Gate:
         on_wait: Callable[[], None] = lambda: None,
         shed: Callable[[BatonError], None] | None = None,
     ) -> QueueEntry:
-        """Returns when the request may go to the pods. Give the entry to `release` when the request has ended.
+        """Waits until the request may go to the pods. Give the returned entry to `release` when the request has ended.
 
         Args:
             expected_tokens: Prompt and expected output tokens.
@@ -195,12 +199,12 @@ class Gate:
         return entry
 
     def refuse_if_late(self, caller: Caller, priority: int, deadline: float, arrived_at: float) -> None:
-        """Raises as `acquire` does if even a request without a prompt would be late. Cheap if no request waits."""
+        """Raises the error of `acquire` if even a request without a prompt would be late. Cheap if no request waits."""
         if self._queue:
             self._require_in_time(self._entry(caller, priority, 0, 0, deadline, arrived_at), own=False)
 
     def on_first_token(self, entry: QueueEntry) -> None:
-        """The first token of one of the request's prompts has come."""
+        """Called when one of the request's prompts has its first token."""
         if entry.late_timer is not None:
             entry.late_timer.cancel()
         entry.answered = True
@@ -209,9 +213,9 @@ class Gate:
             self._leave_outstanding(entry, done=True)
 
     def on_no_room(self, entry: QueueEntry, error: Overloaded) -> float:
-        """Returns the pause before full decode pods, which refused a request with `error`, are asked again.
+        """Called when all decode pods are full and refused a request with `error`. Returns the pause before a retry.
 
-        Raises `error` if no answered request has ended lately, or if too many requests wait for room to end in time.
+        Raises `error` if no answered request has ended lately, or if the request would not get room in time.
         """
         now = self._refused_at = self._clock()
         ends_per_s = self._ends.per_s(now)
@@ -227,7 +231,7 @@ class Gate:
         return min(high, max(low, wait_s / 2))
 
     def release(self, entry: QueueEntry, used_tokens: int) -> None:
-        """The request has ended, with so many prompt and output tokens."""
+        """Called when the request has ended. `used_tokens`: its prompt and output tokens; 0 if it was not answered."""
         if entry.late_timer is not None:
             entry.late_timer.cancel()
         entry.shed = None  # it may refer to the request
@@ -239,7 +243,7 @@ class Gate:
         self._changed.set()
 
     def stop(self) -> None:
-        """Lets no more requests pass. Requests that wait have to be cancelled by their tasks."""
+        """Lets no more requests pass. The caller cancels the tasks of waiting requests."""
         if self._pump is not None:
             self._pump.cancel()
 
@@ -268,7 +272,7 @@ class Gate:
         return True
 
     def _pods_have_room(self) -> bool:
-        """The pods can take one more request: few requests wait there for a first token."""
+        """Returns whether the pods can take one more request, because few requests wait there for a first token."""
         if not self._outstanding:
             return not self._full
         if self._full or not self._few_outstanding():
@@ -278,7 +282,7 @@ class Gate:
         return factor * self._forecast.queue_s(self._unreported_tokens()) < TARGET_POD_QUEUE_S
 
     def _few_outstanding(self) -> bool:
-        """The requests without a first token are few for the speed that the pods have proven."""
+        """Returns whether the outstanding requests are few for the proven speed."""
         count, least = len(self._outstanding), LEAST_PER_POD * max(1, self._pod_speed().pods)
         now, proven = self._clock(), self._proven.speed
         if now - self._refused_at < NO_ROOM_S:
@@ -288,22 +292,25 @@ class Gate:
         return count < least or self._outstanding_s < PROVEN_AHEAD_S * proven
 
     def _slowness(self, speed: float | None, pods: PodSpeed) -> float:
-        """Returns how much slower the pods are than their reported rates say, by the first tokens that came or lack."""
+        """Returns the factor by which the pods are slower than their reported rates.
+
+        It is the larger of two: by the speed of first tokens, and by how late the second oldest first token is.
+        """
         factor = pods.speed / speed if speed and pods.measured else 1.0
         oldest = list(itertools.islice(self._outstanding, 2))
         judged = oldest[-1]  # the second oldest, because a single request may be slow for reasons of its own
         return max(factor, (self._clock() - judged.passed_at) / max(judged.pod_s, TOLERATED_WAIT_S))
 
     def _speed(self, now: float, pods: PodSpeed) -> float | None:
-        """Returns the work per second of first tokens while requests wait, in terms of the current rates."""
-        if pods.measured != self._measured:  # measured in other units
+        """Returns the work per second of first tokens while requests wait, by the present rates; None while unknown."""
+        if pods.measured != self._measured:  # the work was computed with other rates
             self._measured = pods.measured
             self._first_tokens, self._proven.speed = BusySpeed(), None
             self._first_tokens.begin(now)
         return self._first_tokens.per_s(now) if self._queue else None
 
     def _pod_speed(self) -> PodSpeed:
-        """Returns the reported rates, read at most every TICK_S[0]: under overload many requests ask for them."""
+        """Returns the reported rates, read at most every TICK_S[0], because many requests ask under overload."""
         now = self._clock()
         if self._pods is None or now - self._pods_read_at > TICK_S[0]:
             self._pods, self._pods_read_at = PodSpeed.of(self._forecast), now
@@ -314,7 +321,7 @@ class Gate:
         return 0 < self._limits.max_running <= self._running
 
     def _unreported_tokens(self) -> int:
-        """Returns the prompt tokens of requests that passed too recently for the pods' reports."""
+        """Returns the prompt tokens of requests that passed within REPORT_DELAY_S, so no report has them."""
         now = self._clock()
         while self._recently_passed and now - self._recently_passed[0][0] > REPORT_DELAY_S:
             self._recently_passed.popleft()
@@ -338,7 +345,7 @@ class Gate:
             entry.late_timer = loop.call_later(max(0.0, entry.latest - now), self._on_late, entry)
 
     def _leave_outstanding(self, entry: QueueEntry, *, done: bool) -> None:
-        """The request needs no first token any more; `done`: it has it. Later calls have no effect."""
+        """Ends the wait of a request for its first tokens. `done`: all have come. Later calls have no effect."""
         if entry not in self._outstanding:
             return
         del self._outstanding[entry]
@@ -354,7 +361,7 @@ class Gate:
         self._changed.set()
 
     def _on_late(self, entry: QueueEntry) -> None:
-        """The first token of a request at the pods is due: sheds the request, unless its own prompt takes so long."""
+        """Called when a first token is due at the pods. Sheds the request if the pods had time to compute it."""
         if entry not in self._outstanding or entry.answered or entry.alone or entry.shed is None:
             return
         now, pods = self._clock(), self._pod_speed()
@@ -370,13 +377,13 @@ class Gate:
     # -- waiting
 
     def _give_up(self, entry: QueueEntry) -> None:
-        """Removes a waiting request. If it has just passed, it is released."""
+        """Ends the wait of a request whose client or time is gone. A request that has just passed is released."""
         waiter = self._waiters[entry]
         if not self._queue.remove(entry) and waiter.done() and not waiter.cancelled() and waiter.exception() is None:
             self.release(entry, 0)
 
     def _end_wait(self, entry: QueueEntry, error: BatonError) -> None:
-        """Removes a waiting request, which gets the error."""
+        """Removes a waiting request, and raises the error in its `acquire`."""
         self._queue.remove(entry)
         waiter = self._waiters[entry]
         if not waiter.done():  # else its client is gone, and it leaves by itself
@@ -404,16 +411,16 @@ class Gate:
                     await self._changed.wait()
 
     def _shed_late(self) -> None:
-        """Makes the forecast of each waiting request again, and sheds those that would be late.
+        """Makes the forecast of each waiting request again, and sheds the requests that would be late.
 
-        The forecast of requests that have their turn next is only the pods' queue: a pause of the pods should not empty
-        the queue. A request that was shed is not in the way of those behind it.
+        For the requests with the next turns only the pods' queue counts, so a pause of the pods does not empty the
+        queue. A request that is shed does not count for the requests behind it.
         """
         began, look = time.perf_counter(), self._look()
         kept = LEAST_PER_POD * max(1, look.pods.pods)
         place, expected_tokens, work_s = 0, 0, 0.0
         for entry in self._queue.in_order():
-            if place < kept:  # its deadline ends it with an error of its own
+            if place < kept:  # `acquire` ends it at its deadline
                 wait_s, latest = look.pod_queue_s, entry.arrived_at + (self._limits.max_ttft_s or math.inf)
             else:
                 wait_s, latest = look.wait_s(expected_tokens, work_s), entry.latest
@@ -428,7 +435,7 @@ class Gate:
         self._next_shed_at = self._clock() + max(TICK_S[1], (time.perf_counter() - began) / SHED_SHARE)
 
     def _record_late(self, entry: QueueEntry, now: float) -> None:
-        """Counts a request that is shed, and the error of its forecast."""
+        """Counts a shed request, and records the error of its forecast."""
         self._metrics.rejections.labels("late").inc()
         if entry.forecast_s > TOLERATED_WAIT_S:
             self._error.add(entry.forecast_s, max(entry.forecast_s, now - entry.waited_from))
@@ -436,7 +443,7 @@ class Gate:
     # -- rejecting
 
     def _look(self) -> _Outlook:
-        """Returns what is known now of waits."""
+        """Returns the values from which waits are forecast now."""
         now, forecast = self._clock(), self._forecast
         pods = self._pod_speed()
         speed = self._speed(now, pods)
@@ -453,7 +460,7 @@ class Gate:
         )
 
     def _require_in_time(self, entry: QueueEntry, *, own: bool) -> float:
-        """Returns the forecast seconds to the first token. Raises if they are too many.
+        """Returns the forecast of the seconds to the first token. Raises if it would be late.
 
         `own`: the time of the request's own prompt counts too.
         """
@@ -466,11 +473,14 @@ class Gate:
         return first_s
 
     def _late_error(self, entry: QueueEntry, first_s: float, left_s: float) -> BatonError:
-        """Returns the error of a request with `left_s` seconds left, whose first token would take `first_s`."""
+        """Returns the error of a request that has `left_s` seconds, but would get its first token after `first_s`."""
         return self._rejection(entry, f"the first token would take about {first_s:.3g} s", first_s - left_s)
 
     def _find_victim(self, entry: QueueEntry) -> QueueEntry | None:
-        """Returns the request to evict so that `entry` fits, None if there is room. Raises if none may be evicted."""
+        """Returns the waiting request to evict so that `entry` fits; None if the queue has room.
+
+        Raises the error of a full queue if no request may be evicted for this one.
+        """
         if len(self._queue) < self._limits.max_queue:
             return None
         victim = self._queue.find_victim(entry)
@@ -483,14 +493,14 @@ class Gate:
         return self._rejection(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry, self._look()))
 
     def _wait_s(self, entry: QueueEntry, look: _Outlook) -> float:
-        """Returns the forecast seconds until a request that comes now passes and a pod can start it."""
+        """Returns the forecast of the seconds until a pod can start a request that comes now."""
         if not self._queue:
             return look.wait_s(0, 0.0)
         ahead = self._queue.tokens_ahead(entry)
         return look.wait_s(ahead.expected_tokens, look.pods.work_s(ahead.requests, ahead.prompt_tokens))
 
     def _rejection(self, entry: QueueEntry, why: str, retry_s: float) -> BatonError:
-        """Returns Overloaded (429) if the tenant's own requests are ahead, Unavailable (503) if only others' are."""
+        """Returns Overloaded (429) if requests of the same tenant are ahead, else Unavailable (503)."""
         retry_s = min(MAX_RETRY_S, max(1.0, retry_s))
         if not entry.tenant or self._queue.tokens_ahead(entry).own_expected_tokens:
             return Overloaded(f"too many requests at once: {why}", retry_after_s=retry_s)

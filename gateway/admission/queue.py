@@ -1,10 +1,10 @@
-"""The waiting requests of one model: the order of their turns, and forecasts of how long they wait.
+"""The waiting requests of one model: the order of their turns, and the parts of a forecast of their wait.
 
-Two sources predict the same wait, and the longer one counts: the rates that the pods report, and the speed at which
-first tokens really came. So one wrong rate does not let many requests in.
+Two sources predict a wait: the rates that the pods report, and the speed at which first tokens came. The longer wait
+counts, so a wrong rate of one pod does not let many requests in.
 
-Times are seconds. *Work* is the seconds that the fastest pod needs for prompts by its own rates. A speed of 2 means
-that the pods together did two seconds of such work in each second.
+All times are in seconds. The work of a prompt is the time that the fastest pod needs for it by its reported rates. A
+speed of 2 means that the pods together do two seconds of work in each second.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from common.errors import BatonError
 from gateway.pods.table import PodTable
 from gateway.pods.view import PodView
 
-AGING_TURNS = 4  #: Every so many turns of the queue, priorities are ignored.
-MAX_IDLE_TENANTS = 4096  #: Max idle tenants with a counter.
-SPEED_WINDOW_S = 10.0  #: Window of a measured speed.
-MIN_MEASURED_S = 1.0  #: Measured time from which a speed is used.
-_TOKENS = 1000  #: Prompt length by which the time per token is read from a forecast.
-PROVEN_DECAY = 0.9  #: Each first token lowers the proven speed to this share of it, unless it proves more.
-ERROR_WEIGHT = 1 / 16  #: Weight of the newest error of a forecast.
-ERROR_RANGE = (0.25, 4.0)  #: Range of one error, so that one odd request does not change much.
-TOLERANCE_RANGE = (1.05, 2.0)  #: Range of the factor by which a first token may come later than forecast.
+AGING_TURNS = 4  #: Every turn with this number ignores priorities: the 4th, the 8th, and so on.
+MAX_IDLE_TENANTS = 4096  #: Most tenants without a waiting request that keep their counter.
+SPEED_WINDOW_S = 10.0  #: Time constant with which old measured values fade.
+MIN_MEASURED_S = 1.0  #: A speed is used once it was measured for this long.
+_TOKENS = 1000  #: Length of the prompt from which PodSpeed computes the work of one token.
+PROVEN_DECAY = 0.9  #: Each first token lowers the proven speed to this share, unless the token proves a higher speed.
+ERROR_WEIGHT = 1 / 16  #: Weight of the newest error in the mean error of forecasts.
+ERROR_RANGE = (0.25, 4.0)  #: An error is cut to this range, so that one request does not change the mean much.
+TOLERANCE_RANGE = (1.05, 2.0)  #: Range of `ForecastError.tolerance`.
 
 
 @dataclass(eq=False, slots=True)
 class QueueEntry:
-    """One request."""
+    """One request at the gate, from its arrival to its release."""
 
     tenant: str
-    weight: float  # share of the tenant relative to the others
-    priority: int  # higher goes first
-    prompt_tokens: int  # prompt tokens to compute
-    expected_tokens: int  # prompt and expected output tokens
-    arrival: int = 0  # order of arrival
+    weight: float  #: Share of the tenant relative to the other tenants.
+    priority: int  #: A higher value goes first.
+    prompt_tokens: int  #: Prompt tokens that the pods have to compute.
+    expected_tokens: int  #: Prompt and expected output tokens.
+    arrival: int = 0  #: Number in the order of arrival at the queue.
     arrived_at: float = 0.0  #: When the request arrived at the gateway.
     latest: float = math.inf  #: When its first token is due: its deadline, or max_ttft_s after its arrival.
-    forecast_s: float = 0.0  #: Forecast time to the first token when the request began to wait; 0 if it did not.
-    waited_from: float = 0.0  #: When it began to wait.
-    passed_at: float = 0.0
-    pod_s: float = 0.0  #: Forecast time at the pods until the first token, made when it passed.
+    forecast_s: float = 0.0  #: Forecast of the time to the first token, when the wait began; 0 if it did not wait.
+    waited_from: float = 0.0  #: When the wait began.
+    passed_at: float = 0.0  #: When the request passed: it went to the pods.
+    pod_s: float = 0.0  #: Forecast of the time at the pods until the first token, when it passed.
     work_s: float = 0.0  #: Its work by the pods' rates when it passed.
-    done_before_s: float = 0.0  #: Work of all first tokens before it passed.
-    prompts_left: int = 1  #: Prompts without a first token.
-    alone: bool = False  #: No other request was before it when it passed.
+    done_before_s: float = 0.0  #: `ProvenSpeed.done_s` when it passed.
+    prompts_left: int = 1  #: Its prompts without a first token.
+    alone: bool = False  #: No other request was ahead when it passed.
     answered: bool = False  #: A first token has come.
     shed: Callable[[BatonError], None] | None = None  #: Ends the request at the pods.
-    late_timer: asyncio.TimerHandle | None = None
+    late_timer: asyncio.TimerHandle | None = None  #: Calls `Gate._on_late` when the first token is due.
 
 
 @dataclass(slots=True)
 class _Tenant:
     """A tenant with waiting requests."""
 
-    counter: float  #: Virtual token counter.
+    counter: float  #: Virtual token counter: tokens that it got, divided by its weight.
     weight: float = 1.0
-    expected_tokens: int = 0  #: Tokens of all its waiting requests.
-    prompt_tokens: int = 0
-    levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)  #: By priority, oldest first.
+    expected_tokens: int = 0  #: Expected tokens of all its waiting requests.
+    prompt_tokens: int = 0  #: Prompt tokens of all its waiting requests.
+    levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)  #: Its requests by priority, oldest first.
 
     def oldest(self) -> QueueEntry:
         return min((next(iter(level)) for level in self.levels.values()), key=lambda entry: entry.arrival)
@@ -74,12 +74,12 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True)
 class TokensAhead:
-    """Tokens of the requests that would be served before a new one."""
+    """Sums over the requests that have their turn before a given request."""
 
     expected_tokens: int
     prompt_tokens: int
-    own_expected_tokens: int  # those of `expected_tokens` that belong to the same tenant
-    requests: int = 0  # number of these requests
+    own_expected_tokens: int  #: The part of `expected_tokens` that belongs to the given request's tenant.
+    requests: int = 0  #: Number of the requests.
 
 
 class FairQueue:
@@ -88,14 +88,15 @@ class FairQueue:
     Fairness between tenants uses virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language
     Models", OSDI 2024) with weights. A tenant's counter is the number of tokens that it got, divided by its weight. The
     next request is from the tenant with the lowest counter. A tenant that becomes active again gets no credit for the
-    time before. Expected tokens are counted when a request leaves the queue, and corrected when the request ends.
+    time without requests. When a request leaves the queue, its expected tokens are added to the counter. When it ends,
+    the counter is corrected.
 
     The highest waiting priority goes first. Every AGING_TURNS-th turn ignores priorities and takes the tenant's oldest
     request, so each request leaves the queue after a bounded number of turns.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, _Tenant] = {}  # tenants with waiting requests
+        self._waiting: dict[str, _Tenant] = {}  #: Tenants with waiting requests.
         self._idle_counters: dict[str, float] = {}  #: Counters of the other tenants.
         self._arrivals = itertools.count(1)
         self._turn = 0
@@ -171,11 +172,10 @@ class FairQueue:
             self._remember(entry.tenant, counter + tokens / entry.weight)
 
     def tokens_ahead(self, entry: QueueEntry) -> TokensAhead:
-        """Returns what would be served before this request if it came now; exact up to one request per tenant.
+        """Returns the tokens ahead of this request if it came now. The error is at most one request per tenant.
 
-        All requests of higher priority are ahead, unless the request has its turn earlier because every
-        AGING_TURNS-th turn ignores priorities. Those of equal priority are ahead until their tenant's counter passes
-        the counter at which this request has its turn.
+        All requests of higher priority are ahead, unless a turn that ignores priorities comes first. A request of equal
+        priority is ahead if its tenant's counter is then below the counter at which this request has its turn.
         """
         ahead = self._tokens_ahead(entry, entry.priority)
         if not any(priority > entry.priority for tenant in self._waiting.values() for priority in tenant.levels):
@@ -194,7 +194,7 @@ class FairQueue:
         return aged if aged.expected_tokens < ahead.expected_tokens else ahead
 
     def _tokens_ahead(self, entry: QueueEntry, priority: int | None) -> TokensAhead:
-        """Returns what is ahead of a request with this priority; None ignores all priorities."""
+        """Returns the tokens ahead of a request that has this priority. None: all turns ignore priorities."""
         own = self._waiting.get(entry.tenant)
         counter = self._counter(entry.tenant) if own is None else own.counter
         own_expected, own_prompt, own_requests = (0, 0, 0) if own is None else _tokens_from(own, priority)
@@ -214,10 +214,10 @@ class FairQueue:
         return TokensAhead(int(expected), int(prompt), own_expected, math.ceil(requests))
 
     def in_order(self) -> Iterator[QueueEntry]:
-        """Yields the waiting requests in the order of their turns if no other request comes. Changes nothing.
+        """Yields the waiting requests in the order of their turns, as if no other request came. Changes nothing.
 
-        Counters and heads of tenants only grow, so a stale key in a heap is a lower bound, and is replaced when it
-        comes to the top: a request costs O(log n).
+        Counters and first arrivals of tenants only grow, so an old key in a heap is a lower bound. A key is brought up
+        to date when it comes to the top. A request costs O(log n).
         """
         tenants = {name: _TurnOrder(tenant) for name, tenant in self._waiting.items()}
         by_age = [(t.counter, t.oldest().arrival, name) for name, t in self._waiting.items()]
@@ -274,7 +274,7 @@ class FairQueue:
 
 
 def _tokens_from(tenant: _Tenant, priority: int | None) -> tuple[int, int, int]:
-    """Returns the expected tokens, prompt tokens and number of requests of this priority or higher; None: of all."""
+    """Returns expected tokens, prompt tokens and number of the requests of this priority or higher; None for all."""
     if priority is None or min(tenant.levels) >= priority:
         return tenant.expected_tokens, tenant.prompt_tokens, sum(map(len, tenant.levels.values()))
     entries = [entry for level, entries in tenant.levels.items() if level >= priority for entry in entries]
@@ -282,7 +282,7 @@ def _tokens_from(tenant: _Tenant, priority: int | None) -> tuple[int, int, int]:
 
 
 class _TurnOrder:
-    """The requests of one tenant while `in_order` looks ahead."""
+    """The requests of one tenant, as `in_order` takes them one after another."""
 
     def __init__(self, tenant: _Tenant) -> None:
         self.counter = tenant.counter
@@ -300,13 +300,13 @@ class _TurnOrder:
         return entries[0] if entries else None
 
     def take(self, entry: QueueEntry) -> None:
-        """Counts a request as served."""
+        """Takes a request, and counts it as served."""
         self._taken.add(entry)
         self.counter += entry.expected_tokens / self._weight
 
 
 class QueueForecast:
-    """Predicts how soon the pods in a table can start a prompt; without pods, at once: routing then fails."""
+    """Predicts how soon the pods of a table can start one more prompt. Without pods: at once, so that routing fails."""
 
     def __init__(self, table: PodTable) -> None:
         self._table = table
@@ -327,7 +327,10 @@ class QueueForecast:
         return len(self._views())
 
     def queue_s(self, unreported_tokens: int) -> float:
-        """Returns the seconds until a pod can start one more prompt. Pods have not reported `unreported_tokens` yet."""
+        """Returns the seconds until a pod can start one more prompt.
+
+        `unreported_tokens`: prompt tokens that went to the pods and are not in their reports yet.
+        """
         views, now = self._views(), time.monotonic()
         if not views:
             return 0.0
@@ -335,7 +338,7 @@ class QueueForecast:
         return best.queue_s(now) + unreported_tokens * best.prefill_s_per_token / len(views)
 
     def compute_s(self, tokens: int) -> float:
-        """Returns the seconds that the fastest pod takes to compute so many prompt tokens."""
+        """Returns the seconds in which the fastest pod computes a prompt of this length."""
         return min((view.prefill_overhead_s + tokens * view.prefill_s_per_token for view in self._views()), default=0.0)
 
     def tokens_per_s(self) -> float:
@@ -345,7 +348,7 @@ class QueueForecast:
 
 @dataclass(frozen=True, slots=True)
 class PodSpeed:
-    """The reported rates of the pods at one moment, as work."""
+    """The reported rates of the pods at one moment, in terms of work."""
 
     pods: int  #: Number of pods that compute prompts.
     measured: bool  #: A pod has measured its rate; otherwise all values are assumptions.
@@ -355,29 +358,29 @@ class PodSpeed:
 
     @classmethod
     def of(cls, forecast: QueueForecast) -> PodSpeed:
-        """Reads a forecast."""
+        """Reads the rates from a forecast."""
         request_s = forecast.compute_s(0)
         token_s = (forecast.compute_s(_TOKENS) - request_s) / _TOKENS
         return cls(forecast.num_pods, forecast.measured, request_s, token_s, forecast.tokens_per_s() * token_s)
 
     def work_s(self, requests: int, tokens: int) -> float:
-        """Returns the work of so many requests with so many prompt tokens together."""
+        """Returns the work of several requests that have `tokens` prompt tokens together."""
         return requests * self.request_s + tokens * self.token_s
 
 
 class BusySpeed:
-    """Measures the amount per second that is done while there is something to do. Old values fade. Pure."""
+    """Measures an amount per second, only in times with something to do. Old values fade. Pure."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = self._events = 0.0
-        self._at = 0.0  # when the last part was done, or when there was something to do again
+        self._at = 0.0  #: When an amount was last added, or `begin` was called.
 
     def begin(self, now: float) -> None:
-        """There is something to do again. The time before it does not count."""
+        """Called when there is something to do again. The time before does not count."""
         self._at = now
 
     def on_done(self, amount: float, now: float) -> None:
-        """So much was done."""
+        """Adds an amount that was just done."""
         passed_s = max(0.0, now - self._at)
         keep = 1 / (1 + passed_s / SPEED_WINDOW_S)
         self._amount = self._amount * keep + amount
@@ -386,11 +389,11 @@ class BusySpeed:
         self._at = now
 
     def since_last_s(self, now: float) -> float:
-        """Returns the seconds since something was done, while there is something to do."""
+        """Returns the seconds since an amount was added. Call it only while there is something to do."""
         return now - self._at
 
     def per_s(self, now: float) -> float | None:
-        """Returns the speed, None if measured for less than MIN_MEASURED_S. A longer silence than usual lowers it."""
+        """Returns the amount per second; None before MIN_MEASURED_S. A silence longer than usual lowers it."""
         silence_s = self.since_last_s(now)
         if self._seconds + silence_s < MIN_MEASURED_S or not self._events:
             return None
@@ -401,8 +404,9 @@ class BusySpeed:
 class ProvenSpeed:
     """The highest speed that recent first tokens prove. Pure.
 
-    The first token of a request proves the work that was done while the request was at the pods, divided by that time.
-    Steps with many prompts give their first tokens together, so the highest value counts and not the mean.
+    The first token of a request proves a speed: the work of all first tokens that came while the request was at the
+    pods, divided by that time. A step with many prompts gives many first tokens at once, so the highest proof counts
+    and not the mean.
     """
 
     def __init__(self) -> None:
@@ -410,14 +414,20 @@ class ProvenSpeed:
         self.speed: float | None = None  #: Work per second, None before the first proof.
 
     def on_first_token(self, work_s: float, done_before_s: float, seconds: float) -> None:
-        """A first token came `seconds` after its request went to the pods, when `done_s` was `done_before_s`."""
+        """Records a first token.
+
+        Args:
+            work_s: work of its request.
+            done_before_s: `done_s` when the request went to the pods.
+            seconds: time since then.
+        """
         self.done_s += work_s
         proof = (self.done_s - done_before_s) / max(seconds, 1e-3)
         self.speed = max(proof, PROVEN_DECAY * (self.speed or 0.0))
 
 
 class ForecastError:
-    """How much later first tokens came than forecast: the mean and the mean deviation of actual / forecast. Pure."""
+    """Measures how much later first tokens come than forecast: mean and mean deviation of actual / forecast. Pure."""
 
     def __init__(self) -> None:
         self._mean, self._deviation = 1.0, 0.0
@@ -431,6 +441,6 @@ class ForecastError:
 
     @property
     def tolerance(self) -> float:
-        """Factor by which a first token may come later than forecast."""
+        """The factor by which a forecast is made longer before it is compared with the time limit."""
         low, high = TOLERANCE_RANGE
         return min(high, max(low, self._mean + self._deviation))

@@ -71,13 +71,13 @@ class _Prefill:
     prefill_pod: Pod
     kv_target: asyncio.Future[types_pb2.KvTarget]  #: Blocks for the KV. Cancelled if Reserve gave none.
     task: asyncio.Task[None] = dataclasses.field(init=False)
-    on_stalled: Callable[[BatonError], None] = dataclasses.field(init=False)  # the prefill pod makes no progress
-    num_events: int = 0
+    on_stalled: Callable[[BatonError], None] = dataclasses.field(init=False)  #: See StallSink.
+    num_events: int = 0  #: Messages of the call so far.
     first_token_received: bool = False
     handed_off: bool = False  # the prefill pod reported that the decode pod has all KV
 
     def progress(self, suspicion: Suspicion, *, queued: bool) -> int | None:
-        """See StallSink. The end of the hand-off needs no step, and a prompt in the pod's queue is not stalled."""
+        """See StallSink. After the last chunk no step is needed, and a prompt in the pod's queue is not stalled."""
         waits = self.first_token_received or (queued and not self.num_events)
         if self.handed_off or (waits and suspicion is Suspicion.NO_STEP):
             return None
@@ -391,7 +391,7 @@ class Attempt:
         self.token_queue.fail(error)
 
     def _on_prefill_stalled(self, prefill: _Prefill, error: BatonError) -> None:
-        """The prefill pod makes no progress. The answer may be complete already; then only the call ends."""
+        """Called when the prefill pod makes no progress. If the answer is complete already, only the call ends."""
         if self.token_queue.complete:
             prefill.task.cancel()
         elif prefill.kv_target.done() and not prefill.kv_target.cancelled():
@@ -440,7 +440,7 @@ class Attempt:
         self.token_queue.fail(error)
 
     def progress(self, suspicion: Suspicion, *, queued: bool) -> int | None:
-        """See StallSink. A request without KV on the decode pod, or in its queue, takes part in no step."""
+        """See StallSink. No step of the decode pod computes a request that has no KV there, or waits in its queue."""
         runs = self._decode_responded or (self._prefill is not None and self._prefill.handed_off)
         runs = runs or (self._local_prefill and not queued)
         if self.token_queue.finish_known or (suspicion is Suspicion.NO_STEP and not runs):

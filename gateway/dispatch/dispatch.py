@@ -66,8 +66,8 @@ class Dispatch:
     ) -> None:
         """`deadline`: time.monotonic() value. `affinity`: requests with an equal one prefer the same pods.
 
-        `pod_wait_s`: time to wait for lost pods if there are no others. `on_no_room` is called when all decode pods
-        refused the request before its first token. It returns the pause before they are asked again, or raises.
+        `pod_wait_s`: time to wait for lost pods if there are no others. `on_no_room` is called if all decode pods
+        refuse the request before its first token. It returns the pause before the gateway asks them again, or raises.
         """
         self.resumed_samples: dict[int, Dispatch] = {}  #: Samples that continue alone; `next` is then empty.
         self._router = router

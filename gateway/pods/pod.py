@@ -75,7 +75,7 @@ class Pod:
         tls: TlsFiles | None = None,
         stuck_s: float = 0.0,
     ) -> None:
-        """`stuck_s`: least time without progress after which a request is stalled; 0 for never."""
+        """`stuck_s`: least bound of a request without a message, after which it is stalled; 0 for never."""
         self.address = address
         self.static = static  #: The address is configured, so the pod is never forgotten.
         self.info: PodInfo | None = None  #: Facts from the last answer to Info; None before the first.
@@ -83,10 +83,10 @@ class Pod:
         self.view: PodView | None = None  #: The current process as routing sees it; one per generation.
         self.alive = False  #: The pod answers Info, and can be used.
         self.refusal = ""  #: Why a pod that answers cannot be used; "" if it can.
-        self.stalled = ""  #: Why the pod makes no progress, although requests waited for it; "" while it does.
+        self.stalled = ""  #: Why the pod makes no progress, although requests wait for it; "" if it makes progress.
         self.last_answer_at = time.monotonic()  #: When the pod last answered Info; time.monotonic().
         self._called_at = self.last_answer_at  #: When the last call of Info ended; time.monotonic().
-        self._silence_s = 0.0  #: Silence since the last answer; a time in which this gateway was frozen is left out.
+        self._silence_s = 0.0  #: Silence since the last answer, without the time in which this gateway was frozen.
         self.token_stream_up = False
         self.index_draining = False  #: The index says that the pod leaves.
         self.terminating = False  #: Kubernetes says that the pod leaves.
@@ -193,7 +193,7 @@ class Pod:
         self._sinks.pop(request_id, None)
 
     def watch_prefill(self, prefill: StallSink) -> None:
-        """Tells the call if the pod makes no progress, until `unwatch_prefill`."""
+        """Calls `prefill.on_stalled` if the pod makes no progress, until `unwatch_prefill`."""
         self._prefills.add(prefill)
 
     def unwatch_prefill(self, prefill: StallSink) -> None:
@@ -277,7 +277,7 @@ class Pod:
             self.alive, self.last_answer_at, self.refusal = True, time.monotonic(), ""
             self._called_at, self._silence_s = self.last_answer_at, 0.0
         except grpc.aio.AioRpcError as e:
-            # A longer time means that this process stood still. Then no answer could be read, and the call timed out.
+            # If more time has passed, this gateway was frozen: the call timed out because nothing read its answer.
             now, longest_s = time.monotonic(), INFO_PERIOD_S + INFO_TIMEOUT_S
             self._silence_s += min(now - self._called_at, longest_s)
             self._called_at = now

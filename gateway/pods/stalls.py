@@ -1,11 +1,13 @@
-"""Finds the requests that wait for a pod that makes no progress.
+"""Finds the stalled requests of a pod: requests that wait for the pod while it makes no progress.
 
-    Info every 0.5 s --> suspicion: no answer, a stuck loop, or no step although sequences run
-                           |  a bound without news for a request, and the suspicion lasts
-                           v
-                         the request is stalled: its attempt fails and continues on other pods
+    call Info every 0.5 s --> suspicion: no answer, a stuck loop, or no step although sequences run
+                                |
+                                |  the suspicion lasts, and the request gets no message for a bound
+                                v
+                              the request is stalled: its attempt fails, and it continues on other pods
 
-Nothing is done per token. While a pod is suspected, the progress of its requests is compared once per answer to Info.
+Tokens cost nothing here: only while the gateway suspects a pod, it compares the progress of the pod's requests, once
+per call of Info.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from gateway.pods.view import PodView
 
 
 class Suspicion(enum.Enum):
-    """Why a pod may make no progress."""
+    """The reason why a pod may make no progress."""
 
     SILENT = "it does not answer"
     STUCK = "one of its loops is stuck"
@@ -33,28 +35,29 @@ class StallSink(Protocol):
     """A request that waits for a pod. The methods must not block."""
 
     def progress(self, suspicion: Suspicion, *, queued: bool) -> int | None:
-        """Returns a number that changes with each message of the pod; None if the request cannot be stalled by this.
+        """Returns a number that changes with each message of the pod.
 
-        `queued`: some sequences wait in the pod's queue, so a request without news may be one of them.
+        Returns None if the request waits for something else, so this suspicion does not stall it.
+        `queued`: sequences wait in the pod's queue. A request without a message may be one of them.
         """
 
     def on_stalled(self, error: BatonError) -> None:
-        """The pod made no progress for the bound."""
+        """Called when the request is stalled."""
 
 
 class StallFinder:
-    """Decides for one pod which requests are stalled. The caller gives the time."""
+    """Decides which requests of one pod are stalled. Pure: the caller gives the time."""
 
     def __init__(self, period_s: float) -> None:
-        """`period_s`: longest time between two ticks of a gateway that is not frozen."""
+        """`period_s`: longest time between two ticks, if the gateway itself is not frozen."""
         self._clock = TickClock(period_s)
-        self._steps: tuple[int, int] | None = None  # generation and steps of the last answer
-        self._waits: dict[StallSink, tuple[int, float]] = {}  # last progress, and counted seconds since
+        self._steps: tuple[int, int] | None = None  #: Generation and number of steps in the last answer to Info.
+        self._waits: dict[StallSink, tuple[int, float]] = {}  #: A request's last progress, and the seconds since.
 
     def suspect(
         self, info: PodInfo | None, activity: PodActivity | None, load: PodLoad | None, *, answered: bool
     ) -> Suspicion | None:
-        """Returns what the pod's last answer to Info says. `answered`: the last call was answered."""
+        """Returns the suspicion after a call of Info; None if the pod makes progress. `answered`: the pod answered."""
         if not answered:
             return Suspicion.SILENT
         before, self._steps = self._steps, None
@@ -76,7 +79,14 @@ class StallFinder:
         *,
         queued: bool = False,
     ) -> list[StallSink]:
-        """Returns the requests without news for `bound_s`; each again after another bound. 0 is no bound."""
+        """Returns the stalled requests. A request is returned again after each further bound.
+
+        Args:
+            now: time.monotonic().
+            bound_s: seconds without a message after which a request is stalled; 0 for never.
+            sinks: returns the requests of the pod. Called only during a suspicion.
+            queued: sequences wait in the pod's queue.
+        """
         elapsed_s = self._clock.tick(now)
         if suspicion is None or bound_s <= 0:
             self._waits = {}

@@ -58,7 +58,7 @@ class _UsablePods:
         self.limits = max(pairs, key=lambda pair: pair.max_model_len, default=None)
 
     def _has_source(self, decode: Pod) -> bool:
-        """Returns whether the pod can get the KV of prompts, and notes the pairs that are in trouble."""
+        """Returns whether the pod has the role both, or a prefill pod can send it KV. Records pairs in trouble."""
         assert decode.info is not None
         if decode.info.role is Role.BOTH:
             return True
@@ -133,7 +133,7 @@ class PodTable:
         tls: TlsFiles | None = None,
         stuck_s: float = 0.0,
     ) -> None:
-        """`stuck_s`: least time without progress after which a request on a pod is stalled; 0 for never."""
+        """`stuck_s`: least bound of a request without a message, after which it is stalled; 0 for never."""
         self.index = index  #: None if Redis is not configured.
         self.index_up = False  #: The index answered the last poll.
         self._index_error = ""  #: Error of the last poll; "" if it was answered, and before the first.

@@ -1,16 +1,16 @@
 """Idempotency keys: requests of one tenant with the same key get the same answer.
 
-    first request -----------------> the answer is computed; the key's claim goes to Redis
-    retry while the answer runs ---> reads the same answer from its first item; the limits are charged once
-    retry while it is kept --------> the same, without computing
+    first request ------------------> computes the answer, and claims the key in Redis
+    retry while the answer runs ----> reads the running answer from its first item; the limits are charged once
+    retry while the answer is kept -> reads the kept answer
     retry at another gateway, or
-    after the answer was dropped --> the answer is computed again: seed and ids come from tenant and key
-    another body ------------------> IdempotencyConflict
+    after the answer was dropped ---> computes the answer again; seed and ids come from tenant and key
+    another body -------------------> IdempotencyConflict
 
-The claim says which body a key belongs to. Gateways of one Redis share the claims. While Redis is away a gateway knows
-only its own, so another body with the same key, sent to another gateway, is answered instead of refused.
+A claim says to which body a key belongs. Gateways with the same Redis share the claims. While Redis is away, a gateway
+knows only its own keys. Then another gateway answers another body with the same key, instead of refusing it.
 
-A failed answer of which no part was sent is forgotten, so a client may correct its body and keep the key.
+If an answer fails before a part of it was sent, its key is forgotten. The client may correct the body and keep the key.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from gateway.telemetry.metrics import GatewayMetrics
 
 IDEMPOTENCY_KEY = "idempotency-key"  #: Name of the header and of the gRPC metadata.
 MAX_KEY_CHARS = 255
-ENTRY_BYTES = 1024  #: Memory of a key without its answer.
-ANSWER_SHARE = 4  #: One answer may have this part of the memory of all; a larger one is let go.
-MAX_CALLS = 8  #: Concurrent Redis calls.
-STOP_S = 1.0
+ENTRY_BYTES = 1024  #: Counted memory of a key without its answer.
+ANSWER_SHARE = 4  #: An answer larger than the whole memory divided by this number is let go.
+MAX_CALLS = 8  #: Most Redis calls at the same time.
+STOP_S = 1.0  #: `stop` waits at most this long for the tasks that it cancels.
 _LUA = Path(__file__).parent / "lua"
 
 A = TypeVar("A", bound=SharedAnswer[Any])
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 def parse_key(value: str | bytes) -> str:
-    """Returns a client's idempotency key. Raises InvalidRequest."""
+    """Returns a client's idempotency key as text. Raises InvalidRequest for a key that is too long or not printable."""
     text = value.decode("latin-1") if isinstance(value, bytes) else value
     if not (1 <= len(text) <= MAX_KEY_CHARS and text.isascii() and text.isprintable()):
         problem = f"must have 1 to {MAX_KEY_CHARS} printable ASCII characters"
@@ -66,7 +66,7 @@ def parse_key(value: str | bytes) -> str:
 
 
 def digest(*parts: bytes | str) -> bytes:
-    """Returns a digest of 16 bytes of several parts, each with its length."""
+    """Returns a digest of 16 bytes over several parts and their lengths."""
     state = blake2b(digest_size=16, person=b"baton-answer-key")
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part
@@ -77,40 +77,43 @@ def digest(*parts: bytes | str) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class KeyEntry:
-    """One known key."""
+    """One key that this gateway knows."""
 
     scope: bytes  #: Digest of tenant and key.
     fingerprint: bytes  #: Digest of the request.
     created: int  #: Time of the first request, in seconds since the epoch.
-    answer: SharedAnswer[Any] | None = None  #: The answer that runs or is kept; None without one.
-    size: int = ENTRY_BYTES  #: Counted bytes.
-    expires_at: float = math.inf  #: Inf while an answer runs.
+    answer: SharedAnswer[Any] | None = None  #: The answer that runs or is kept; None if it was dropped.
+    size: int = ENTRY_BYTES  #: Counted bytes of the key and its answer.
+    expires_at: float = math.inf  #: When the key is forgotten; inf while an answer runs.
 
 
 class KeyBook:
     """The keys of one gateway, with their answers. Pure: the caller gives the time, in seconds of one clock.
 
-        add --> running -- end --> kept or bare -- ttl_s --> forgotten
-                   ^                  |
-                   '------ start -----'
+        add --> running -- end --> kept, or bare (without its answer) -- ttl_s --> forgotten
+                   ^                 |
+                   '------ start ----'
 
-    Invariant: `size`, the sum of all entries, exceeds `max_bytes` only by entries that run. Answers are dropped
-    before keys, the oldest first.
+    Invariant: `size` exceeds `max_bytes` only by entries with a running answer. If memory is needed, answers are
+    dropped before keys, and older ones before newer ones.
     """
 
     def __init__(self, *, ttl_s: float, max_bytes: int) -> None:
-        self.size = 0
+        self.size = 0  #: Counted bytes of all entries.
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._entries: dict[bytes, KeyEntry] = {}
-        self._kept: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Ended, with their answer; the oldest first.
-        self._bare: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Ended, without their answer.
+        self._kept: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Entries with a kept answer, the oldest first.
+        self._bare: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Entries without their answer, the oldest first.
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def find(self, scope: bytes, fingerprint: bytes, now: float) -> KeyEntry | None:
-        """Returns the entry of a key, None if it is not known. Raises IdempotencyConflict for another request."""
+        """Returns the entry of a key; None if the key is not known.
+
+        Raises IdempotencyConflict if the key belongs to another request.
+        """
         self._forget_expired(now)
         entry = self._entries.get(scope)
         if entry is not None and entry.expires_at <= now:
@@ -121,21 +124,21 @@ class KeyBook:
         return entry
 
     def add(self, scope: bytes, fingerprint: bytes, created: int) -> KeyEntry:
-        """Adds an unknown key, whose answer is about to `start`."""
+        """Adds an unknown key. Call `start` next."""
         assert scope not in self._entries
         entry = self._entries[scope] = KeyEntry(scope, fingerprint, created)
         self.size += entry.size
         return entry
 
     def start(self, entry: KeyEntry, answer: SharedAnswer[Any]) -> None:
-        """An answer of this entry, which has none, is computed from now on."""
+        """Called when the computing of an answer begins. The entry has no answer."""
         assert entry.answer is None
         self._bare.pop(entry.scope, None)
         entry.answer, entry.expires_at = answer, math.inf
         self._trim()
 
     def on_growth(self, entry: KeyEntry, answer: SharedAnswer[Any]) -> None:
-        """A running answer has grown. It is let go if it is too large, or if no other memory can be freed."""
+        """Called when a running answer has grown. Lets it go if it is too large, or if no other memory can be freed."""
         if entry.answer is not answer:
             return
         self._resize(entry, ENTRY_BYTES + answer.size)
@@ -145,7 +148,7 @@ class KeyBook:
             self._detach(entry)
 
     def end(self, entry: KeyEntry, answer: SharedAnswer[Any], now: float, *, keep: bool) -> None:
-        """An answer has ended, or has lost its readers. With `keep` it is kept for retries."""
+        """Called when an answer has ended or has no reader. With `keep` the answer is kept for retries."""
         if self._entries.get(entry.scope) is not entry or entry.answer not in (answer, None):
             return  # the entry was forgotten, or a later answer of it runs
         if entry.answer is not None and keep:
@@ -158,7 +161,7 @@ class KeyBook:
         self._trim()
 
     def forget(self, entry: KeyEntry) -> None:
-        """Removes an entry, if it is still there."""
+        """Removes an entry. No effect if it is removed already."""
         if self._entries.get(entry.scope) is entry:
             del self._entries[entry.scope]
             self._kept.pop(entry.scope, None)
@@ -188,16 +191,16 @@ class KeyBook:
 
 
 def conflict() -> IdempotencyConflict:
-    """Returns the error of a key that another request has."""
+    """Returns the error of a key that belongs to another request."""
     text = f"this {IDEMPOTENCY_KEY} belongs to another request: send the same body, or a new key"
     return IdempotencyConflict(text, field=IDEMPOTENCY_KEY)
 
 
 class KeyClaims:
-    """The claims of keys in Redis: which request a key belongs to, and since when. Without Redis each call raises."""
+    """The claims of keys in Redis. A claim says to which request a key belongs, and since when."""
 
     def __init__(self, url: str | None, *, ttl_s: float, timeout_s: float) -> None:
-        """`ttl_s`: seconds from the last request with the key to the end of its claim."""
+        """`url`: None for no Redis; then each call raises. `ttl_s`: life of a claim after its last request."""
         self._client: RedisClient | None = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
         self._timeout_s = timeout_s
         self._ttl_ms = math.ceil(1000 * ttl_s)
@@ -207,7 +210,7 @@ class KeyClaims:
 
     @property
     def shared(self) -> bool:
-        """There is a Redis."""
+        """Gateways share their claims in a Redis."""
         return self._client is not None
 
     async def close(self) -> None:
@@ -216,9 +219,9 @@ class KeyClaims:
             await self._client.aclose()
 
     async def claim(self, tenant: str, entry: KeyEntry, owner: str) -> None:
-        """Claims the key for its request, and sets `created` to that of the first claim.
+        """Claims the key for its request. Sets `entry.created` to the time of the first claim.
 
-        Raises IdempotencyConflict if another request has the key, and IndexUnavailable.
+        Raises IdempotencyConflict if the key belongs to another request, and IndexUnavailable without Redis.
         """
         args = (entry.fingerprint, entry.created, owner, self._ttl_ms)
         fingerprint, created = await self._run(self._claim, tenant, entry, args)
@@ -227,7 +230,7 @@ class KeyClaims:
         entry.created = int(created)
 
     async def release(self, tenant: str, entry: KeyEntry, owner: str) -> None:
-        """Removes a claim that `owner` made first and no other request has repeated. Raises IndexUnavailable."""
+        """Removes the claim, if `owner` made it and no other request has repeated it. Raises IndexUnavailable."""
         await self._run(self._release, tenant, entry, (owner,))
 
     async def _run(self, script: LuaScript, tenant: str, entry: KeyEntry, args: Sequence[str | bytes | int]) -> Any:
@@ -248,7 +251,7 @@ class KeyClaims:
 
 
 class AnswerKeys:
-    """Gives requests with idempotency keys their answers. It owns the tasks that compute them."""
+    """Gives each request with an idempotency key its answer. It owns the tasks that compute the answers."""
 
     def __init__(
         self,
@@ -260,7 +263,7 @@ class AnswerKeys:
         limit_s: float,
         timeout_s: float,
     ) -> None:
-        """`ttl_s`: 0 turns keys off. `limit_s`: the longest time of a request. `timeout_s`: for a call of Redis."""
+        """`ttl_s`: 0 turns keys off. `limit_s`: longest time of a request. `timeout_s`: time limit of a Redis call."""
         self.on = ttl_s > 0
         self._metrics = metrics
         self._book = KeyBook(ttl_s=ttl_s, max_bytes=max_bytes)
@@ -271,11 +274,11 @@ class AnswerKeys:
         self._no_readers.set()
 
     async def drained(self) -> None:
-        """Returns when every reader has its answer."""
+        """Returns when every reader has its whole answer."""
         await self._no_readers.wait()
 
     async def stop(self) -> None:
-        """Ends all answers that are still computed, and closes the connections."""
+        """Cancels the tasks that compute answers, and closes the connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -295,7 +298,8 @@ class AnswerKeys:
         """Yields the answer of a request, a reader of it, and whether an earlier request computes it.
 
         Args:
-            content: Digest of the endpoint and the body; equal keys need equal contents.
+            content: Digest of the endpoint and the body. Requests with the same key need the same content.
+            new_answer: Makes an empty answer.
             compute: Adds the items of a new answer, or raises BatonError. It is cancelled when no reader is left.
 
         Raises:
@@ -303,7 +307,7 @@ class AnswerKeys:
             Overloaded: The answer has too many readers.
         """
         scope = digest(caller.tenant, key)
-        # A key that may use other models must not read the answer of a model that it may not use.
+        # The models of the API key are part of the digest: no key may read the answer of a model that it may not use.
         fingerprint = digest(*caller.models, content)
         try:
             entry = self._book.find(scope, fingerprint, time.monotonic())
@@ -354,7 +358,7 @@ class AnswerKeys:
         answer: A,
         compute: Callable[[AnswerIdentity, A], Coroutine[Any, Any, None]],
     ) -> None:
-        """Claims the key and computes its answer. All failures become the answer's error."""
+        """Claims the key and computes its answer. Every failure becomes the error of the answer."""
         owner = secrets.token_hex(8)
         error: BatonError | None = Unavailable("the gateway is stopping", retry_after_s=1.0)  # if the task is cancelled
         try:

@@ -1,13 +1,14 @@
-"""One answer for several readers: the items of a response are kept, and each reader gets them from the first on.
+"""One answer for several readers. The answer keeps its items, and each reader gets all of them from the first on.
 
-    handler -- add --> items 0, 1, 2, ...  -- next  --> reader    wakes a task; gives all items since the last call
-                                           -- relay --> reader    calls the reader in the loop turn of `add`
+    handler -- add --> items 0, 1, 2, ... -- next  --> reader    wakes its task; gives all items since the last call
+                                          -- relay --> reader    is called by `add` itself
 
-An item is a message of the protocol, so a reader sends exactly what the handler wrote. The handler never waits for a
-reader. A reader that ends leaves the others alone; when the last one ends, the answer is abandoned.
+An item is a message of the protocol, so a reader sends exactly the bytes that the handler wrote. The handler never
+waits for a reader. The end of one reader does not concern the others. When the last reader ends, the answer is
+abandoned.
 
-Invariant: while `kept`, all items are in memory, so a new reader may come. An answer that is let go keeps only the
-items that a reader has not got, at most MAX_LAG of them.
+Invariant: while `kept`, all items are in memory, so new readers may come. An answer that is let go keeps only items
+that some reader has not got, at most MAX_LAG of them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Generic, TypeVar
 
 from common.errors import BatonError, Overloaded
 
-REPORT_BYTES = 1 << 16  #: Growth of an answer after which its memory is counted again.
-ITEM_BYTES = 64  #: Memory of an item besides its content, about that of a `bytes` object and its place in a list.
-MAX_LAG = 8192  #: Items that a reader of an answer that was let go may be behind, as attempt.MAX_PENDING_TOKENS.
-MAX_READERS = 16
-_DROP_STEP = 256  #: Items that are dropped together.
+REPORT_BYTES = 1 << 16  #: `on_growth` is called each time that the answer has grown by this much.
+ITEM_BYTES = 64  #: Counted memory of an item besides its content: a `bytes` object and its place in a list.
+MAX_LAG = 8192  #: Items that a reader may be behind, once the answer is let go. As attempt.MAX_PENDING_TOKENS.
+MAX_READERS = 16  #: Most readers of one answer.
+_DROP_STEP = 256  #: At least this many items are dropped at once.
 
 T = TypeVar("T")
 
@@ -32,12 +33,12 @@ class SharedAnswer(Generic[T]):
     """The items of one answer, and its readers."""
 
     def __init__(self) -> None:
-        self.size = 0  #: Bytes of all items.
+        self.size = 0  #: Counted bytes of all items, also of those that were dropped.
         self.kept = True  #: All items are in memory.
-        self.complete = False  #: There will be no more items.
-        self.error: BatonError | None = None  #: Ends the answer; readers get it after the last item.
-        self.client_ids: set[str] = set()  #: Ids that clients gave to requests which read the answer.
-        self.on_growth: Callable[[], None] = lambda: None  #: Called each time that the answer grew by REPORT_BYTES.
+        self.complete = False  #: No more items come.
+        self.error: BatonError | None = None  #: Why the answer failed. Readers get it after the last item.
+        self.client_ids: set[str] = set()  #: Request ids of the clients that read the answer, if they sent one.
+        self.on_growth: Callable[[], None] = lambda: None  #: See REPORT_BYTES.
         self.on_abandoned: Callable[[], None] = lambda: None  #: Called when the last reader of a running answer ends.
         self._items: list[T] = []
         self._first = 0  #: Number of the first item in `_items`.
@@ -47,7 +48,7 @@ class SharedAnswer(Generic[T]):
     # -- the handler's side
 
     def add(self, item: T, size: int) -> None:
-        """Adds the next item with `size` bytes. It is dropped if the answer has ended."""
+        """Adds the next item, which has `size` bytes. No effect if the answer has ended."""
         if self.complete:
             return
         self._items.append(item)
@@ -69,7 +70,7 @@ class SharedAnswer(Generic[T]):
             reader.wake()
 
     def let_go(self) -> None:
-        """Keeps only what readers have not got. There must be no new reader."""
+        """From now on keeps only items that some reader has not got. No reader may be added any more."""
         self.kept = False
         self._drop_read_items()
 
@@ -87,12 +88,12 @@ class SharedAnswer(Generic[T]):
 
     @property
     def num_readers(self) -> int:
-        """Readers that have not ended."""
+        """The number of readers that have not ended."""
         return len(self._readers)
 
     @contextmanager
     def reader(self) -> Iterator[AnswerReader[T]]:
-        """Yields a reader that begins at the first item. Raises Overloaded if there are MAX_READERS."""
+        """Yields a reader that begins at the first item. Raises Overloaded if the answer has MAX_READERS already."""
         assert self.kept
         if len(self._readers) >= MAX_READERS:
             text = f"{MAX_READERS} requests with this idempotency key read the same answer; end some of them"
@@ -122,7 +123,10 @@ class AnswerReader(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Sequence[T]:
-        """Returns the items since the last call, none at the end. Raises the answer's error, or Overloaded."""
+        """Waits for items. Returns all items since the last call, and nothing at the end of the answer.
+
+        Raises the answer's error after its last item, and Overloaded if this reader is too far behind.
+        """
         answer = self._answer
         while True:
             if self.behind:
@@ -137,9 +141,10 @@ class AnswerReader(Generic[T]):
             await self._wait()
 
     async def relay(self, on_item: Callable[[T], bool]) -> None:
-        """Calls `on_item` for each item when it comes, until it returns False: then `next` gives that item.
+        """Calls `on_item` for each new item, in the same turn of the event loop in which the item is added.
 
-        Returns also when the answer ends, and at once if items wait already.
+        Returns when `on_item` has returned False; `next` then gives that item. Also returns when the answer ends, and
+        at once if items wait already.
         """
         if self._answer.complete or self.behind or self._answer.items_from(self.position):
             return
@@ -150,7 +155,7 @@ class AnswerReader(Generic[T]):
             self._on_item = None
 
     def on_item(self, item: T) -> None:
-        """The answer has got one more item."""
+        """Called by the answer for each new item."""
         if self._on_item is not None and self._on_item(item):
             self.position += 1
             return
@@ -158,7 +163,7 @@ class AnswerReader(Generic[T]):
         self.wake()
 
     def fall_behind(self) -> None:
-        """The next items of this reader are dropped."""
+        """Called by the answer when it drops items that this reader has not got."""
         self.behind = True
         self.wake()
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from kv_transfer.memory import PeerMemory, PoolMemory
 
-STAGED = "staged_"  # Begin of the names of transports through host memory
-TCP_OR_UNKNOWN = ("tcp", "unknown")  # Transports that carry KV in GPU memory only with allow_tcp
+STAGED = "staged_"  #: The name of a transport through host memory begins with this.
+TCP_OR_UNKNOWN = ("tcp", "unknown")  #: Transports that carry KV in GPU memory only with allow_tcp.
 
 
 class WriteState(enum.Enum):
@@ -32,9 +32,9 @@ class WriteState(enum.Enum):
 class Transport:
     """The transport that carries writes to a peer."""
 
-    #: cuda_ipc, rdma, shm, cma, tcp, loopback or unknown. Through host memory: staged_shm, or staged_ and one of these
+    #: cuda_ipc, rdma, shm, cma, tcp, loopback or unknown. Through host memory: STAGED and one of these names.
     name: str
-    #: "reported" by the transport library's protocol selection for this agent, or "derived" from hosts and settings
+    #: "reported" by the transport library's protocol selection for this agent, or "derived" from hosts and settings.
     source: str
 
 
@@ -71,16 +71,16 @@ class Backend(Protocol):
         """Reverts `add_peer`. A connected peer stays connected."""
 
     def staging_metadata(self) -> bytes:
-        """Returns opaque bytes that a peer needs for connect_staged and accept_staged; empty if there is no staging.
+        """Returns opaque bytes that a peer needs for `connect_staged` and `accept_staged`; empty without staging.
 
-        The first call allocates the memory. Raises TransferFailed.
+        The first call allocates the staging area. Raises TransferFailed.
         """
 
     def connect_staged(self, peer: str, metadata: bytes) -> None:
-        """Makes later writes to a connected peer go through host memory. Raises TransferFailed."""
+        """Sends later writes to a connected peer through host memory. Raises TransferFailed."""
 
     def accept_staged(self, peer: str, metadata: bytes) -> None:
-        """Accepts such writes of a peer of `add_peer`, which ends them by `remove_peer`. Raises TransferFailed."""
+        """Accepts writes through host memory from a peer of `add_peer`, until `remove_peer`. Raises TransferFailed."""
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         """Posts a write of block local[i] to block remote[i] for every i (at least one), and returns its handle.

@@ -25,8 +25,8 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 class LoopbackFault:
     """Fault of one write."""
 
-    delay_s: float = 0.0  # The write ends this much later
-    fail: str | None = None  # The write fails with this reason and writes no byte
+    delay_s: float = 0.0  #: The write ends this much later.
+    fail: str | None = None  #: The write fails with this reason and writes no byte.
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class LoopbackFabric:
         self.on_notify: Callable[[str, str, bytes], Sequence[float]] = lambda _source, _peer, _payload: (0.0,)
         #: (source, peer, number of blocks) -> fault of the write.
         self.on_write: Callable[[str, str, int], LoopbackFault] = lambda _source, _peer, _count: LoopbackFault()
-        self.transport = "loopback"  # Transport that the agents report
+        self.transport = "loopback"  #: Transport that the agents report.
         self._clock = clock
         self._lock = threading.RLock()
         self._agents: dict[str, _LoopbackAgent] = {}

@@ -34,6 +34,7 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 _log = logging.getLogger(__name__)
 
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+#: Status of NIXL -> its meaning.
 _STATUS_WORDS = {
     "NIXL_ERR_REMOTE_DISCONNECT": "the peer ended the connection",
     "NIXL_ERR_BACKEND": "the transport failed",
@@ -44,7 +45,7 @@ _STATUS_WORDS = {
     "NIXL_ERR_MISMATCH": "the memory is not registered",
 }
 _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.PENDING}
-LAST_CONNECTIONS_S = 0.05  # a connection takes some milliseconds
+LAST_CONNECTIONS_S = 0.05  #: Wait of `close` for connections that begin; one takes some milliseconds.
 #: A TCP connection ends when the peer's kernel acknowledges nothing for this long. Linux waits 15 minutes for data on a
 #: connection that a firewall dropped, and a connection cannot be made again while a write to the peer is pending.
 TCP_SILENCE_S = 10
@@ -65,9 +66,9 @@ class _NixlAgent:
     memory: PoolMemory
     registered: Any
     blocks: Any
-    peers: dict[str, Any] = field(default_factory=dict)  # Block lists of connected peers
-    notified_peers: dict[str, bytes] = field(default_factory=dict)  # Peers of add_peer, with their metadata
-    loaded: dict[str, bytes] = field(default_factory=dict)  # Peers that NIXL knows, with the metadata it got
+    peers: dict[str, Any] = field(default_factory=dict)  #: Block lists of connected peers.
+    notified_peers: dict[str, bytes] = field(default_factory=dict)  #: Peers of add_peer, with their metadata.
+    loaded: dict[str, bytes] = field(default_factory=dict)  #: Peers that NIXL knows, with the metadata it got.
 
 
 class NixlBackend:

@@ -29,9 +29,9 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 
 _log = logging.getLogger(__name__)
 
-CALL_S = 60.0  # The first agent of a machine loads libraries
+CALL_S = 60.0  #: The first agent of a machine loads libraries.
 CLOSE_S = 2.0
-POLL_S = 0.001  # Pause between polls while writes are pending
+POLL_S = 0.001  #: Pause between polls while writes are pending.
 IDLE_S = 0.02
 _NOT_STARTED = "the agent of this rank is not started"
 
@@ -42,9 +42,9 @@ class RankBackendClient:
     def __init__(self, rank: int, channel: RankChannel) -> None:
         self.rank = rank
         self._channel = channel
-        self._ended: dict[int, str] = {}  # Ended writes by number: "" or the reason of the failure
+        self._ended: dict[int, str] = {}  #: Ended writes by number: "" or the reason of the failure.
         self._progress_requested = False
-        self._gone: str | None = None  # Why the rank cannot be used any more
+        self._gone: str | None = None  #: Why the rank cannot be used any more.
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
         """Sends a message. `wait_response` must follow a request. Requests to several ranks run at the same time."""
@@ -123,13 +123,13 @@ class RankBackendServer:
     """The rank's end of the channel: drives one backend until rank 0 is gone."""
 
     channel: RankChannel
-    make: Callable[[], Backend]  # Called, like `memory`, when rank 0 starts the backend
-    memory: Callable[[], PoolMemory]  # This rank's pool
+    make: Callable[[], Backend]  #: Called, like `memory`, when rank 0 starts the backend.
+    memory: Callable[[], PoolMemory]  #: This rank's pool.
 
     def __post_init__(self) -> None:
         self._backend: Backend | None = None
-        self._pending: dict[int, int] = {}  # Rank 0's number -> the backend's handle
-        self._done: dict[int, str] = {}  # Results to send: "" or the reason of the failure
+        self._pending: dict[int, int] = {}  #: Rank 0's number -> the backend's handle.
+        self._done: dict[int, str] = {}  #: Results to send: "" or the reason of the failure.
 
     def run(self) -> None:
         """Returns when rank 0 sends stop. Raises Unavailable when rank 0 is gone."""
@@ -223,7 +223,7 @@ def unpack_group_metadata(packed: bytes) -> list[tuple[str, bytes, int, int]]:
 @dataclass(slots=True)
 class _ShardedWrite:
     peer: str
-    handle: int  # Handle of rank 0's backend
+    handle: int  #: Handle of rank 0's backend.
     notification: bytes
     state: WriteState = WriteState.PENDING
     error: str = ""
@@ -235,10 +235,10 @@ class ShardedBackend:
     def __init__(self, own: Backend, ranks: Sequence[RankBackendClient]) -> None:
         self._own, self._ranks = own, ranks
         self._name = ""
-        self._places: list[tuple[int, int]] = []  # Base address and device of each rank's pool
+        self._places: list[tuple[int, int]] = []  #: Base address and device of each rank's pool.
         self._writes: dict[int, _ShardedWrite] = {}
         self._numbers = itertools.count(1)
-        self._peers: dict[str, list[str]] = {}  # Agent of the peer's rank 0 -> agents of its other ranks
+        self._peers: dict[str, list[str]] = {}  #: Agent of the peer's rank 0 -> agents of its other ranks.
 
     def start(self, name: str, memory: PoolMemory) -> None:
         for rank in self._ranks:

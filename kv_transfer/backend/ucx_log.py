@@ -1,7 +1,8 @@
-"""The log of UCX: its warnings become log lines of this process, and its tables name the transport of writes.
+"""Reads the log of UCX: its warnings become log lines of this process, and its tables name the transport of writes.
 
-UCX writes its log to the file that UCX_LOG_FILE names. Here that is an anonymous file in memory, which a thread reads
-once a second. UCX never waits for the reader, unlike with a pipe, and the file is cut behind the reader.
+UCX writes its log to the file in UCX_LOG_FILE. Baton sets this to an anonymous file in memory, and a thread reads the
+file once a second. With a pipe UCX could have to wait for the reader; with a file it never does. The memory of the
+part that was read is freed.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from kv_transfer.memory import MemoryKind
 
 _log = logging.getLogger("ucx")
 
-NAME_CHARS = 31  # UCX cuts the agent's name to this length
+NAME_CHARS = 31  #: UCX cuts the agent's name to this length.
 REPORT_S = 1.0
-MAX_LINES = 20  #: Of one report; more are counted. A broken link can cause thousands of lines a second.
-KEPT_BYTES = 1 << 20  #: The end of the file, which `transport` reads.
-MAX_BYTES = 4 << 20  #: When this much is stored, all but the end is freed.
-_PUNCH_HOLE, _KEEP_SIZE = 2, 1  # flags of fallocate(2)
+MAX_LINES = 20  #: Lines of one report; more are only counted. A broken link can cause thousands of lines a second.
+KEPT_BYTES = 1 << 20  #: Length of the file's end that stays in memory, because `transport` reads it.
+MAX_BYTES = 4 << 20  #: When more than this is stored, all but KEPT_BYTES is freed.
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1  #: Flags of fallocate(2).
 
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
-#: "remote memory write by ucp_put* from host memory to cuda": the local memory comes first.
+#: Example: "remote memory write by ucp_put* from host memory to cuda". The local memory comes first.
 _WRITE = re.compile(r"^\|?\s*remote memory write by ucp_put\b.*? from (?P<own>\w+)")
 _ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
-#: "[1764459900.123456] [host:4242 :0]        tcp_ep.c:1234 UCX  ERROR the text".
+#: Example: "[1764459900.123456] [host:4242 :0]        tcp_ep.c:1234 UCX  ERROR the text".
 _MESSAGE = re.compile(
     r"^\[[^]]*\] \[[^]]*\]\s*(?P<where>\S+\.\w+:\d+)?\s*UCX\s+(?P<level>FATAL|ERROR|WARN)\s+(?P<text>.*)$"
 )
 _LEVELS = {"FATAL": logging.ERROR, "ERROR": logging.ERROR, "WARN": logging.WARNING}
 _UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: Transport -> marks in a configuration; the first mark counts.
+#: Transport -> texts that name it in a configuration. The first transport with a match counts.
 _MARKS = {
     "cuda_ipc": ("cuda_ipc",),
     "cuda": ("gdr_copy", "cuda_copy"),
@@ -52,32 +53,33 @@ _MARKS = {
 class UcxMessage:
     """A warning or an error of UCX."""
 
-    level: int  #: Of `logging`.
+    level: int  #: Level of `logging`.
     text: str
     where: str  #: File and line of UCX's source; "" if unknown.
 
 
 class UcxLog:
-    """Reads the UCX log of this process. Made by open(), ended by close(); one per agent.
+    """Reads the UCX log of this process. `open` makes it, `close` ends it; each agent has its own.
 
     With UCX_PROTO_INFO=y UCX prints a table per endpoint configuration. The head has the first NAME_CHARS characters of
-    the agent's name and the purpose of the table, beside or below it. Tables of writes from host memory occur even
-    where all our writes are from a GPU. UCX reads both settings when the library loads, so open() must run before the
-    first agent of the process. A foreign UCX_LOG_FILE is kept, and then nothing is known. Lines of a process that UCX
-    ends are lost; UCX_LOG_FILE=/path keeps them.
+    the agent's name; the purpose of the table stands beside or below it. Tables of writes from host memory occur even
+    if all writes of the agent are from a GPU. UCX reads both variables when its library loads, so `open` must run
+    before the first agent of the process. If the user has set UCX_LOG_FILE, Baton leaves it and knows no transports.
+    The last lines of a process that UCX ends are lost; UCX_LOG_FILE=/path keeps them.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
-        self._read = os.fstat(fd).st_size  #: Offset behind the last reported line. Earlier agents had their own reader.
+        #: Offset behind the last reported line. Lines of earlier agents are not reported again.
+        self._read = os.fstat(fd).st_size
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ucx-log", daemon=True)
         self._thread.start()
 
     @classmethod
     def open(cls) -> Self | None:
-        """Sends the UCX log of this process to an anonymous file. None if the environment names another file."""
+        """Sends the UCX log of this process to an anonymous file. Returns None if the user has set UCX_LOG_FILE."""
         mine = f"/proc/{os.getpid()}/fd/"
         path = os.environ.get("UCX_LOG_FILE", "")
         if path.startswith(mine):
@@ -102,8 +104,8 @@ class UcxLog:
     def transport(self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> str | None:
         """Returns the transport of `agent`'s writes of block_bytes bytes from this kind of memory.
 
-        same_host: to peers on this host, else on other hosts. None unless all their configurations name the same one,
-        and with another UCX_PROTO_INFO than ours.
+        same_host: the peers are on this host, else on other hosts. Returns None if their configurations name no
+        transport or different ones, or if UCX_PROTO_INFO is not "y".
         """
         if os.environ.get("UCX_PROTO_INFO") != "y":
             return None
@@ -118,7 +120,7 @@ class UcxLog:
         return None
 
     def report(self) -> None:
-        """Logs the warnings and errors since the last report. Any thread; a failure is logged and ends nothing."""
+        """Logs the warnings and errors since the last report. Any thread. Raises nothing."""
         try:
             with self._lock:
                 messages = parse_messages(self._new_lines())
@@ -132,7 +134,7 @@ class UcxLog:
             _log.warning("UCX: %d more messages within %g s", len(messages) - MAX_LINES, REPORT_S)
 
     def _new_lines(self) -> list[str]:
-        """Returns the complete lines behind the last ones, and frees what is read."""
+        """Returns the complete lines since the last call, and frees memory of the file."""
         _flush()
         size = os.fstat(self._fd).st_size
         if size == self._read:

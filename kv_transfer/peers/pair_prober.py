@@ -1,12 +1,12 @@
-"""Keeps connections proven: one that had no traffic for a while gets a real block, and a lost one is made again.
+"""Probes idle connections with a test block, and connects pairs in trouble again.
 
-    proven --no block for period_s--> probed --block confirmed--> proven
+    usable --no block for period_s--> probed --test block confirmed--> usable
                                         |
-                                        +--late--> in trouble, and proven again if the block arrives after all
-                                        '--failed--> broken, in trouble --retry--> proven
+                                        +--late----> in trouble; usable again once the block arrives
+                                        '--failed--> broken, in trouble --new connection--> usable
 
-A firewall or the transport may close an idle connection without a word. The probe finds that before a request does, and
-its traffic keeps the connection open. A pair in trouble is shown in Info, and gateways do not use it.
+A firewall or the transport may close an idle connection silently. The probe finds that before a request does. Its
+traffic also keeps the connection open. Info shows a pair in trouble, and gateways do not use it.
 """
 
 from __future__ import annotations
@@ -19,39 +19,41 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import BatonError, DeadlineExceeded, Unavailable
-from kv_transfer.peers.connections import PAIR_RETRY_S, PairTrouble, PeerConnection, PeerConnector
+from kv_transfer.peers.connection import PairTrouble, PeerConnection
+from kv_transfer.peers.connector import PAIR_RETRY_S, PeerConnector
 
 _log = logging.getLogger(__name__)
 
-PAIR_PROBE_S = 10.0
-TICK_S = 1.0  # Longest time between two looks at the connections
-LATE_S = 5.0  # A block that has not arrived by then is in trouble
-MAX_PROBES = 4  # Probes that run at the same time. Late ones do not count.
-MAX_RETRY_S = 10.0
-CONNECT_S = 30.0  # Time limit of one attempt to connect
-FORGET_S = 60.0  # A pair in trouble for this long is not retried any more
+PAIR_PROBE_S = 10.0  #: Default of `period_s`.
+TICK_S = 1.0  #: Longest pause between two checks of all connections.
+LATE_S = 5.0  #: After this time without an answer to its probe, a pair is in trouble.
+MAX_PROBES = 4  #: Probes that run at the same time. Late ones do not count.
+MAX_RETRY_S = 10.0  #: Longest pause between two attempts to connect a pair in trouble.
+CONNECT_S = 30.0  #: Time limit of one attempt to connect.
+FORGET_S = 60.0  #: After this time in trouble, a pair is forgotten; the next request tries to connect it.
 
 
 @dataclass(eq=False)
 class PairProber:
-    """Probes idle connections and retries pairs in trouble. Owned by the event loop."""
+    """Probes idle connections and connects pairs in trouble again. Owned by the event loop."""
 
     connector: PeerConnector
-    clock: Callable[[], float]
-    period_s: float  # A connection without traffic for this long is probed
+    clock: Callable[[], float]  #: In seconds.
+    period_s: float  #: A connection without traffic for this long is probed.
 
     def __post_init__(self) -> None:
         self._loop_task: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._busy: set[PeerConnection] = set()  # Connections whose probe has not ended
-        self._late: set[PeerConnection] = set()  # Those of them whose block is late
-        self._retried: set[str] = set()  # Pods that are being connected again
+        self._tasks: set[asyncio.Task[None]] = set()  #: Probes and attempts to connect that run.
+        self._probed: set[PeerConnection] = set()  #: Connections with a running probe.
+        self._late: set[PeerConnection] = set()  #: The part of `_probed` with a late test block.
+        self._retried: set[str] = set()  #: Names of the pods with a running attempt to connect.
 
     def start(self) -> None:
+        """Starts the checks. Call it on the event loop."""
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Ends the probes. Writes that are on their way stay with the transfer thread. Idempotent."""
+        """Ends the checks and the probes. The transfer thread keeps their writes that have not ended. Idempotent."""
         tasks = [*self._tasks, *([self._loop_task] if self._loop_task is not None else [])]
         for task in tasks:
             task.cancel()
@@ -66,10 +68,11 @@ class PairProber:
                 _log.exception("the connections to other pods could not be checked")
 
     def _begin_due(self, now: float) -> None:
+        """Starts the probes and the attempts to connect that are due."""
         idle = [connection for connection in self.connector.live() if self._is_due(connection, now)]
         idle.sort(key=lambda connection: connection.block_at)
-        for connection in idle[: max(0, MAX_PROBES - len(self._busy - self._late))]:
-            self._busy.add(connection)
+        for connection in idle[: max(0, MAX_PROBES - len(self._probed - self._late))]:
+            self._probed.add(connection)
             self._spawn(self._probe(connection))
         for trouble in list(self.connector.troubles.values()):
             if now - trouble.since >= FORGET_S:
@@ -80,13 +83,13 @@ class PairProber:
                 self._spawn(self._retry(trouble))
 
     def _is_due(self, connection: PeerConnection, now: float) -> bool:
-        if connection in self._busy or now < connection.probe_at:
+        if connection in self._probed or now < connection.probe_at:
             return False
-        # The pods of a cluster started together; random periods keep their probes apart.
+        # The pods of a cluster start together. Random periods spread their probes.
         return bool(connection.trouble) or now - connection.block_at >= self.period_s * random.uniform(0.8, 1.0)
 
     async def _probe(self, connection: PeerConnection) -> None:
-        """Sends a block and sets the connection's trouble."""
+        """Sends a test block over the connection, and sets the connection's trouble by the outcome."""
         sent = asyncio.ensure_future(self.connector.probe(connection, keep_alive=True))
         trouble = ""
         try:
@@ -98,17 +101,22 @@ class PairProber:
         except (Unavailable, DeadlineExceeded) as error:
             trouble = error.message
         except BatonError as error:
-            self.connector.break_connection(connection, error.message)
+            if not self._is_replaced(connection):
+                self.connector.break_connection(connection, error.message)
             return
         finally:
             sent.cancel()
             self._late.discard(connection)
-            self._busy.discard(connection)
+            self._probed.discard(connection)
         connection.probe_at = self.clock() + (PAIR_RETRY_S if trouble else 0.0)
         self._set_trouble(connection, trouble)
 
+    def _is_replaced(self, connection: PeerConnection) -> bool:
+        """Returns whether another connection to the pod is in use: then the probe says nothing about the pair."""
+        return any(other.pod == connection.pod and other is not connection for other in self.connector.live())
+
     def _set_trouble(self, connection: PeerConnection, trouble: str) -> None:
-        """Sets why the connection does not pass ("": it does), and logs a change."""
+        """Sets why the connection is in trouble ("" if it is usable), and logs a change."""
         if trouble and trouble != connection.trouble:
             _log.warning("no KV can be sent to %s at %s: %s", connection.pod, connection.address, trouble)
         elif connection.trouble and not trouble:
@@ -119,7 +127,7 @@ class PairProber:
         """Tries to connect to a pod in trouble. The connector records the outcome."""
         try:
             await self.connector.connect(trouble.address, trouble.pod, CONNECT_S, trouble.generation or None)
-            if self.connector.troubles.get(trouble.pod) is trouble:  # another attempt had connected the pod already
+            if self.connector.troubles.get(trouble.pod) is trouble:  # connect() found a connection
                 del self.connector.troubles[trouble.pod]
         except BatonError:
             trouble.tries += 1

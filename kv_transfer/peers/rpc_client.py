@@ -28,7 +28,7 @@ from kv_transfer.messages import Commit, WantedBlocks, Writer
 _log = logging.getLogger(__name__)
 
 SERVICE = "baton.v1.Transfer"
-UNUSED_S = 600.0  # Longer than any call
+UNUSED_S = 600.0  #: Longer than any call.
 
 _Response = TypeVar("_Response", bound=Message)
 
@@ -38,13 +38,13 @@ class PeerRpcClient:
     """Every call raises BatonError and nothing else. Owned by the event loop, except run_on_loop()."""
 
     signer: Signer
-    info_of_pod: Callable[[], transfer_pb2.InfoResponse]  # Current description of this pod
-    address: Callable[[], str]  # host:port of this pod's gRPC server, once it is bound
-    tls: TlsFiles | None = None  # This pod's certificates. None: plain calls
+    info_of_pod: Callable[[], transfer_pb2.InfoResponse]  #: Current description of this pod.
+    address: Callable[[], str]  #: host:port of this pod's gRPC server, once it is bound.
+    tls: TlsFiles | None = None  #: This pod's certificates. None: plain calls.
 
     def __post_init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._used: dict[str, float] = {}  # Time of the last call, by address
+        self._used: dict[str, float] = {}  #: Time of the last call, by address.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -1,6 +1,6 @@
-"""KV traffic from this pod to each other pod, by the other pod's name. It outlives connections.
+"""Counts the KV traffic from this pod to each other pod, by the other pod's name. The counts outlive connections.
 
-The transfer thread writes, any thread reads. A reader sees recent counts, not one consistent moment.
+The transfer thread writes, and any thread reads. The counts that a reader gets may be of slightly different moments.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from common.pb import transfer_pb2
 from kv_transfer.messages import PeerStats
 
-MAX_PAIRS = 1024  # Beyond this number the pod without traffic for the longest time is forgotten
-RATE_DECAY = 0.9  # Weight of the older traffic, per busy period
-RATE_TTL_S = 120.0  # After this long without a write the rate starts again from zero
+MAX_PAIRS = 1024  #: Beyond this number the pod without traffic for the longest time is forgotten.
+RATE_DECAY = 0.9  #: Weight of the older traffic, per busy period.
+RATE_TTL_S = 120.0  #: After this long without a write the rate starts again from zero.
 _COUNTS = ("transfers", "pulls", "blocks", "pulled_blocks", "bytes", "busy_s", "exposed_s", "failures")
 
 
@@ -35,9 +35,9 @@ class PairTraffic:
     exposed_s: float = 0.0
     failures: int = 0
     _in_flight: int = 0
-    _busy_since: float = 0.0  # Begin of the current or last busy period
-    _busy_until: float = float("-inf")  # End of the last busy period
-    _busy_bytes: int = 0  # Moved in the current busy period
+    _busy_since: float = 0.0  #: Begin of the current or last busy period.
+    _busy_until: float = float("-inf")  #: End of the last busy period.
+    _busy_bytes: int = 0  #: Moved in the current busy period.
     _recent_bytes: float = 0.0
     _recent_s: float = 0.0
 
@@ -76,7 +76,7 @@ class PairTrafficTable:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._pairs: dict[str, PairTraffic] = {}  # By pod; the most recently used is the last
+        self._pairs: dict[str, PairTraffic] = {}  #: By pod; the most recently used is the last.
 
     def get(self, pod: str) -> PairTraffic:
         """Returns the traffic to this pod."""
@@ -88,7 +88,10 @@ class PairTrafficTable:
             return pair
 
     def stats(self, peers: tuple[PeerStats, ...]) -> tuple[transfer_pb2.Pair, ...]:
-        """Returns every pod with traffic or in `peers`, sorted by name. The last entry of a pod in `peers` counts."""
+        """Returns one Pair for each pod that has traffic or is in `peers`, sorted by name.
+
+        peers: connections, and behind them the pairs in trouble. The last entry of a pod counts.
+        """
         connected = {peer.pod: peer for peer in peers}
         with self._lock:
             pairs = dict(self._pairs)

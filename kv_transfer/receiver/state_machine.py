@@ -25,19 +25,19 @@ from common.errors import BatonError, BlockDamaged, Cancelled, DeadlineExceeded,
 from common.types import TransferId
 from kv_transfer.messages import Commit, Writer
 
-GRACE_S = 2.0  # Wait between proof that a writer stopped and the reuse of its blocks
-_MAX_TICK_S = 0.25  # Max grace that one tick uses up: a standstill of the transfer thread proves nothing
-_DRAIN_RETRY_S = (0.05, 2.0)  # First and longest wait before Drain is called again
+GRACE_S = 2.0  #: Wait between proof that a writer stopped and the reuse of its blocks.
+_MAX_TICK_S = 0.25  #: Max grace that one tick uses up: a standstill of the transfer thread proves nothing.
+_DRAIN_RETRY_S = (0.05, 2.0)  #: First and longest wait before Drain is called again.
 
 
 class ReceiverState(enum.Enum):
     """State of the transfer."""
 
-    RESERVED = "reserved"  # The blocks wait for a writer
-    OPEN = "open"  # A writer may write to the blocks
-    READY = "ready"  # Every block and the commit arrived
-    DRAINING = "draining"  # The request has ended, but the writer may still write
-    CLOSED = "closed"  # No block can be written any more
+    RESERVED = "reserved"  #: The blocks wait for a writer.
+    OPEN = "open"  #: A writer may write to the blocks.
+    READY = "ready"  #: Every block and the commit arrived.
+    DRAINING = "draining"  #: The request has ended, but the writer may still write.
+    CLOSED = "closed"  #: No block can be written any more.
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ReceiverMachine:
         self.state = ReceiverState.RESERVED
         self.writer: Writer | None = None
         self.deadline = deadline
-        self.missing = set(range(first_block, first_block + num_blocks))  # Blocks that are not known to be written
+        self.missing = set(range(first_block, first_block + num_blocks))  #: Blocks that are not known to be written.
         #: Written blocks. They stay pinned until the transfer has ended, because a release may reach this machine
         #: later than the last range, and the checksums must be compared before another request gets the blocks.
         self._landed: set[int] = set()
@@ -154,6 +154,7 @@ class ReceiverMachine:
         return self._complete()
 
     def _complete(self) -> list[ReceiverAction]:
+        """Ends the transfer if the commit and every range have arrived. The model check removes each guard alone."""
         if self._commit is None or self._checking:
             return []
         if self.missing:

@@ -34,7 +34,7 @@ from kv_transfer.messages import (
     WantedBlocks,
     Writer,
 )
-from kv_transfer.peers.connections import ProcessWatch
+from kv_transfer.peers.process_watch import ProcessWatch
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.receiver.state_machine import (
     CheckChecksums,
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 DRAIN_CALL_S = 2.0
-COMMIT_WAIT_S = 0.05  # A commit waits this long for the last ranges, then the answer is Unavailable ("ask again")
+COMMIT_WAIT_S = 0.05  #: A commit waits this long for the last ranges, then the answer is Unavailable ("ask again").
 _REMEMBERED = 65536
 _TICK_S = 0.01
 _PROCESS_CHECK_S = 0.1
@@ -65,13 +65,13 @@ class IncomingTransfer:
 
     machine: ReceiverMachine
     request_id: str
-    target: KvTarget  # The signed blocks; the machine's blocks may be fewer
+    target: KvTarget  #: The signed blocks; the machine's blocks may be fewer.
     pin: PinnedBlocks
     on_ready: Callable[[Commit], None]
     on_failed: Callable[[BatonError], None]
     #: Commits without an answer: the time limit, and the answer of the call (None for a commit notification).
     waiting: list[tuple[float, Future[float] | None]] = field(default_factory=list)
-    commit_at: float = 0.0  # Time of the first commit; 0 before
+    commit_at: float = 0.0  #: Time of the first commit; 0 before.
 
 
 @dataclass(eq=False)
@@ -86,11 +86,11 @@ class TransferReceiver:
 
     def __post_init__(self) -> None:
         self.received_transfers = self.damaged_transfers = 0
-        self._notification_peers: set[str] = set()  # Agents of writers that shook hands. The servicer forgets old ones.
+        self._notification_peers: set[str] = set()  #: Agents of writers that shook hands. The servicer forgets old ones
         self._numbers = itertools.count(1)
         self._table: dict[TransferId, IncomingTransfer] = {}
-        self._committed: OrderedDict[TransferId, int] = OrderedDict()  # Committed transfer -> the writer's generation
-        self.watches: dict[str, ProcessWatch | None] = {}  # By agent; None for a process that cannot be watched
+        self._committed: OrderedDict[TransferId, int] = OrderedDict()  #: Committed transfer -> the writer's generation.
+        self.watches: dict[str, ProcessWatch | None] = {}  #: By agent; None for a process that cannot be watched.
         self._next_tick = 0.0
         self._next_process_check = 0.0
 
@@ -172,7 +172,7 @@ class TransferReceiver:
         return True
 
     def accept_staged(self, agent: str, metadata: bytes) -> bytes:
-        """Accepts writes of this peer through host memory. Returns a description of this pod's area; empty: refused."""
+        """Accepts writes of this peer through host memory. Returns this pod's staging metadata; empty if it refuses."""
         try:
             staging = self.thread.backend.staging_metadata()
             if staging:
@@ -297,7 +297,8 @@ class TransferReceiver:
             replaced = not drained and await self.rpc.is_replaced(writer, DRAIN_CALL_S)
 
             def report(machine: ReceiverMachine, now: float) -> list[ReceiverAction]:
-                # A newer generation at the writer's address proves the writer's end, unless the process can be watched.
+                # A newer generation at the writer's address proves the writer's end. A watched process is not judged by
+                # that: its watch sees the real end.
                 if replaced and self.watches.get(writer.agent) is None:
                     return machine.writer_ended(now)
                 if answer is None:

@@ -24,10 +24,10 @@ from common.errors import BatonError, DeadlineExceeded, InternalError, TransferF
 from common.types import KvTarget
 from kv_transfer.messages import Commit
 
-GRACE_S = 2.0  # Wait between proof that the peer's process ended and the release of blocks that its writes read
-OPEN_RETRY_LIMIT_S = 3.0  # An unreachable receiver fails the transfer after this long in OPENING
-_MAX_TICK_S = 0.25  # Max grace that one tick uses up: a standstill of the transfer thread proves nothing
-RENOTIFY_AFTER = 2  # Refused commits, with every write done, after which the ranges are notified again
+GRACE_S = 2.0  #: Wait between proof that the peer's process ended and the release of blocks that its writes read.
+OPEN_RETRY_LIMIT_S = 3.0  #: An unreachable receiver fails the transfer after this long in OPENING.
+_MAX_TICK_S = 0.25  #: Max grace that one tick uses up: a standstill of the transfer thread proves nothing.
+RENOTIFY_AFTER = 2  #: Refused commits, with every write done, after which the ranges are notified again.
 _OPEN_RETRY_S = 0.05
 _COMMIT_RETRY_S = 0.002
 _MAX_RETRY_S = 1.0
@@ -36,13 +36,13 @@ _MAX_RETRY_S = 1.0
 class SenderState(enum.Enum):
     """State of the transfer."""
 
-    CONNECTING = "connecting"  # Handshake and probe with the peer are under way
-    OPENING = "opening"  # The Open call is under way. Nothing is written before the receiver acknowledged it.
-    OPEN = "open"  # Writes are posted as blocks are pushed
-    COMMITTING = "committing"  # The commit is sent; the last writes may still be in flight
-    DONE = "done"  # The receiver acknowledged the commit and every write ended
-    STOPPING = "stopping"  # Failed for the caller. Nothing more is posted, but posted writes may be in flight.
-    STOPPED = "stopped"  # Failed, and no write is in flight
+    CONNECTING = "connecting"  #: Handshake and probe with the peer are under way.
+    OPENING = "opening"  #: The Open call is under way. Nothing is written before the receiver acknowledged it.
+    OPEN = "open"  #: Writes are posted as blocks are pushed.
+    COMMITTING = "committing"  #: The commit is sent; the last writes may still be in flight.
+    DONE = "done"  #: The receiver acknowledged the commit and every write ended.
+    STOPPING = "stopping"  #: Failed for the caller. Nothing more is posted, but posted writes may be in flight.
+    STOPPED = "stopped"  #: Failed, and no write is in flight.
 
 
 _ENDED = (SenderState.DONE, SenderState.STOPPING, SenderState.STOPPED)
@@ -106,7 +106,7 @@ class SendFailed:
 class WritesStopped:
     """No write is or will be in flight."""
 
-    clean: bool  # No write failed
+    clean: bool  #: No write failed.
 
 
 SenderAction = (
@@ -145,7 +145,7 @@ class SenderMachine:
         self._unpushed = set(range(self._first, self._first + len(target.blocks)))
         self._queue: deque[BlockWrite] = deque()
         self._posted: dict[int, BlockWrite] = {}
-        self._num_unfinished: dict[int, int] = {}  # Push -> number of its writes that are queued or posted
+        self._num_unfinished: dict[int, int] = {}  #: Push -> number of its writes that are queued or posted.
         self._num_writes = 0
         self._commit: Commit | None = None
         self._calling = False

@@ -24,7 +24,8 @@ from kv_transfer.messages import (
     TransferNotification,
     TransferReport,
 )
-from kv_transfer.peers.connections import PeerConnection, PeerConnector
+from kv_transfer.peers.connection import PeerConnection
+from kv_transfer.peers.connector import PeerConnector
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.sender.state_machine import (
@@ -46,22 +47,22 @@ from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S, TransferThread
 _log = logging.getLogger(__name__)
 
 CALL_S = 5.0
-COMMIT_NOTIFICATION_WAIT_S = 0.02  # A commit notification waits this long for its acknowledgement, then a call follows
+COMMIT_NOTIFICATION_WAIT_S = 0.02  #: A commit notification waits this long for its acknowledgement, then a call follows
 #: After this many unanswered commit notifications in a row the peer gets only calls for NOTIFICATION_PAUSE_S seconds.
 MAX_MISSED_ACKS = 3
 NOTIFICATION_PAUSE_S = 10.0
 _REMEMBERED = 65536
 _Actions = Sequence[SenderAction]
-_Call = Callable[[float], Awaitable[None]]  # A call to the peer, with its timeout in seconds
+_Call = Callable[[float], Awaitable[None]]  #: A call to the peer, with its timeout in seconds.
 
 
 @dataclass(frozen=True, slots=True)
 class WriteLimits:
     """Sizes of writes."""
 
-    first_bytes: int  # Max bytes of a push's first write
-    max_bytes: int  # Max bytes of one write
-    max_in_flight: int  # Max posted writes per connection
+    first_bytes: int  #: Max bytes of a push's first write.
+    max_bytes: int  #: Max bytes of one write.
+    max_in_flight: int  #: Max posted writes per connection.
 
 
 # Host memory: posting a write may copy all of its bytes inline. GPU: posting a write takes a tenth of a millisecond of
@@ -84,21 +85,21 @@ class OutgoingTransfer:
     machine: SenderMachine
     request_id: str
     num_prompt_blocks: int
-    for_pull: bool  # The target asked for cached blocks
-    outcome: Future[TransferReport] = field(default_factory=Future)  # The sender sets it once
-    delivered_blocks: int = 0  # Blocks that are in the target's memory
+    for_pull: bool  #: The target asked for cached blocks.
+    outcome: Future[TransferReport] = field(default_factory=Future)  #: The sender sets it once.
+    delivered_blocks: int = 0  #: Blocks that are in the target's memory.
     connection: PeerConnection | None = None
-    pins: dict[int, PinnedBlocks] = field(default_factory=dict)  # By push number
-    checksums: dict[int, int] = field(default_factory=dict)  # CRC-32 by logical block
+    pins: dict[int, PinnedBlocks] = field(default_factory=dict)  #: By push number.
+    checksums: dict[int, int] = field(default_factory=dict)  #: CRC-32 by logical block.
     delivered_before_finish: int = 0
-    finished_at: float = 0.0  # finish() was called
-    noticed_at: float = 0.0  # The transfer thread handled finish()
-    posted_at: float = 0.0  # The newest write was posted
-    written_at: float = 0.0  # The newest write ended
-    committed_at: float = 0.0  # The first commit was sent; 0 before
-    awaited_s: float = 0.0  # Seconds that the commit waited at the receiver for the last range
-    unacknowledged_commit: Commit | None = None  # The commit of a notification that is not acknowledged
-    drains: list[Future[bool]] = field(default_factory=list)  # Answers to Drain calls
+    finished_at: float = 0.0  #: finish() was called.
+    noticed_at: float = 0.0  #: The transfer thread handled finish().
+    posted_at: float = 0.0  #: The newest write was posted.
+    written_at: float = 0.0  #: The newest write ended.
+    committed_at: float = 0.0  #: The first commit was sent; 0 before.
+    awaited_s: float = 0.0  #: Seconds that the commit waited at the receiver for the last range.
+    unacknowledged_commit: Commit | None = None  #: The commit of a notification that is not acknowledged.
+    drains: list[Future[bool]] = field(default_factory=list)  #: Answers to Drain calls.
 
     @property
     def key(self) -> tuple[str, TransferId]:
@@ -150,15 +151,15 @@ class TransferSender:
     clock: Callable[[], float]
     pairs: PairTrafficTable
     _: KW_ONLY
-    fingerprint: Callable[[], str]  # Of this pod's KV layout
-    with_checksums: bool  # Commits carry a CRC-32 of every block
+    fingerprint: Callable[[], str]  #: Of this pod's KV layout.
+    with_checksums: bool  #: Commits carry a CRC-32 of every block.
     write_limits: WriteLimits
-    commit_notifications: bool  # See TransferNode
+    commit_notifications: bool  #: See TransferNode.
 
     def __post_init__(self) -> None:
         self.sent_blocks = self.sent_transfers = self.failed_transfers = 0
         self._pushes = 0
-        self._table: dict[tuple[str, TransferId], OutgoingTransfer] = {}  # Transfers that are not over, by key
+        self._table: dict[tuple[str, TransferId], OutgoingTransfer] = {}  #: Transfers that are not over, by key.
         #: Transfers that ended or that a drain refused -> whether every write succeeded.
         self._over: OrderedDict[tuple[str, TransferId], bool] = OrderedDict()
 

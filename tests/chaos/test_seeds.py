@@ -1,4 +1,4 @@
-"""Two short seeds of the chaos harness on a stack of processes, and what the harness itself promises.
+"""Two short seeds of the chaos harness on a stack of processes, and tests of the harness itself.
 
 `make chaos SEEDS=a-b` runs whole seeds; tests/rigs/chaos says what they do.
 """
@@ -11,17 +11,22 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.rigs.chaos import invariants, results
+from tests.rigs.chaos import fork_server, invariants, results, seeds
 from tests.rigs.chaos.catalogue import Case, catalogue, write_model
 from tests.rigs.chaos.client import ChaosClients, Gateway, Verdict
 from tests.rigs.chaos.invariants import ReadinessWatch
-from tests.rigs.chaos.schedule import GROUPS, PROCESSES, FaultKind, schedule
+from tests.rigs.chaos.schedule import GROUPS, PROCESSES, FaultKind, ScheduledFault, schedule
 from tests.rigs.chaos.seeds import SeedRunner
 from tests.rigs.chaos.stack import ChaosStack
 from tests.rigs.waiting import until
@@ -52,7 +57,7 @@ async def test_two_seeds_break_nothing(cases: list[Case], tmp_path: Path, monkey
 
 
 async def require_seen(runner: SeedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves connections and a key behind and ends a pod. Requires that the harness sees each of them."""
+    """Opens connections, adds a key to Valkey and kills a pod. Requires that the harness finds all three."""
     stack, port = runner.stack, int(runner.stack.gateways[0].url.rpartition(":")[2])
     monkeypatch.setattr(invariants, "SETTLE_S", 0.0)
     opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
@@ -98,11 +103,66 @@ def _kills(fault: Any) -> bool:
     return bool(fault.kind is FaultKind.KILL)
 
 
-# -- the client's verdicts, with a gateway that answers as told
+def test_a_pid_that_the_kernel_gives_again_is_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    waits = [(4242, signal.SIGKILL.value), (0, 0)]
+    monkeypatch.setattr("os.fork", lambda: 4242)
+    monkeypatch.setattr("os.waitpid", lambda *_: waits.pop(0))
+    server = threading.Thread(target=fork_server.serve, args=(theirs.detach(), ()))
+    server.start()
+    with ours, ours.makefile("rw") as stream:
+
+        def ask(**message: Any) -> Any:
+            stream.write(json.dumps(message) + "\n")
+            stream.flush()
+            return json.loads(stream.readline())
+
+        assert ask(do="fork") == 4242
+        assert ask(do="poll", pid=4242) == -signal.SIGKILL
+        assert ask(do="fork") == 4242
+        assert ask(do="poll", pid=4242) is None
+    server.join()
+
+
+def test_a_process_that_ends_while_its_resources_are_read_is_found() -> None:
+    ended = subprocess.Popen(["true"])
+    start = dict.fromkeys(("prefill", "decode", "gateway"), invariants.Held(1000, 1000, 0))
+    pids = dict.fromkeys(PROCESSES, os.getpid()) | {"decode-1": ended.pid}
+    stack: Any = SimpleNamespace(pid=pids.__getitem__)
+    end = time.monotonic() + 30
+    while invariants.of_processes(stack, start) != ["decode-1 has ended"]:  # nothing has read its exit code
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    ended.wait()
+    assert invariants.of_processes(stack, start) == ["decode-1 has ended"]
+
+
+async def test_a_load_that_fails_ends_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = list[str](), list[str]()
+
+    async def apply(fault: ScheduledFault) -> None:
+        begun.append(fault.victim)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(fault.victim)
+
+    async def run(_seed: int, _until: object) -> None:
+        await until(lambda: bool(begun))
+        raise RuntimeError("the load is broken")
+
+    stack: Any = SimpleNamespace(deaths={}, crashes=[], gateways=[], log_sizes=dict, apply=apply)
+    monkeypatch.setattr(seeds, "clients_of", lambda *_: SimpleNamespace(run=run, prompts=1, answers=1))
+    with pytest.raises(RuntimeError, match="the load is broken"):
+        await SeedRunner(stack, [], {}, print).run(1, SECONDS)
+    assert ended == begun != []
+
+
+# -- verdicts of clients, with a gateway that gives scripted answers
 
 
 class Answers(httpx.AsyncBaseTransport):
-    """A gateway that gives these answers in turn: a status and a text, or an exception."""
+    """A gateway that gives these answers one after another. An answer is a status and a text, or an exception."""
 
     def __init__(self, *answers: tuple[int, str] | Exception) -> None:
         self.answers = list(answers)
@@ -133,6 +193,7 @@ RIGHT = Case({"prompt": [1], "max_tokens": 2, "model": "m"}, (" aaa bbb",))
 
 
 async def verdict(*answers: tuple[int, str] | Exception, stream: bool = False, dies: bool = True) -> ChaosClients:
+    """Sends one request. With `dies` the first gateway dies after a moment, else it lives."""
     transport = Answers(*answers)
     gateways = []
     for name in ("gateway-0", "gateway-1"):
@@ -161,6 +222,7 @@ async def verdict(*answers: tuple[int, str] | Exception, stream: bool = False, d
         ([(503, "no pods")], True, Verdict.FAILED),
         ([httpx.ReadError("cut"), whole(" aaa bbb")], False, Verdict.COMPLETED),
         ([httpx.ReadError("cut"), httpx.ReadError("cut")], False, Verdict.FAILED),
+        ([httpx.ConnectTimeout("full"), whole(" aaa bbb")], False, Verdict.COMPLETED),
     ],
 )
 async def test_verdicts(answers: list[Any], stream: bool, expected: Verdict) -> None:
@@ -196,7 +258,7 @@ def test_a_refusal_while_ready_is_a_lie() -> None:
 
 
 def test_answers_are_secrets(cases: list[Case]) -> None:
-    """No answer agrees with a part of another one, so a right text has come from its own request."""
+    """No answer begins like another one, so a right text comes from its own request."""
     texts = [text for case in cases for text in case.texts]
     for i, one in enumerate(texts):
         beginning = one[:24]  # six words

@@ -1,7 +1,8 @@
-"""Real gateways and pods in a state of failure: the alert of docs/failures.md fires on their metrics, and not before.
+"""Alerts on the metrics of real gateways and pods: an alert of docs/failures.md fires after its failure, not before.
 
-A failure that a test causes once counts as one that comes back every minute, unless the test says that it happens once:
-its counters grow by the same amounts again. Failures that take too long here are series in tests/unit/test_alerts.py.
+A test causes its failure once and reads the metrics before and after it. `fired` makes series of half an hour of them,
+in which the failure repeats every minute: each counter grows by the same amount again. With `once` it does not repeat.
+Failures that take too long for a test here have made-up series in tests/unit/test_alerts.py.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from tests.rigs.promql import Series, evaluate
 from tests.rigs.waiting import until
 
 BASE, BAD = 15, 15  #: Minutes before and after the failure.
-#: They are about the machine that runs the test.
+#: Alerts about the machine that runs the test. They do not count.
 OF_THE_MACHINE = {"BatonHostMemoryHigh", "BatonFilesHigh", "BatonGatewayCpuHigh"}
-#: They compare with yesterday, or say that Prometheus scrapes no pod.
+#: Alerts that compare with yesterday, or that need a scrape of the whole installation. They do not count.
 OF_THE_INSTALLATION = {"BatonThroughputLow", "BatonPodsAbsent", "BatonGatewayAbsent"}
 
-Sample = tuple[str, frozenset[tuple[str, str]]]
+Sample = tuple[str, frozenset[tuple[str, str]]]  #: Name and labels.
 Scrape = Mapping[Sample, float]
-COUNTERS = ("_total", "_count", "_bucket", "_sum")
+COUNTERS = ("_total", "_count", "_bucket", "_sum")  #: Names of counters end with one of these.
 
 
 def scrape(**instances: bytes) -> Scrape:
-    """The samples of expositions by instance."""
+    """Returns the samples of expositions. The names of the arguments become the label `instance`."""
     found = {}
     for instance, text in instances.items():
         for family in text_string_to_metric_families(text.decode()):
@@ -58,7 +59,13 @@ def scrape(**instances: bytes) -> Scrape:
 
 
 def fired(before: Scrape, after: Scrape, *, once: bool = False, only: str | None = None) -> set[str]:
-    """The alerts that fire by the end, if `before` holds until BASE and `after` later."""
+    """Returns the alerts that fire within BASE + BAD minutes, if the failure happens after BASE minutes.
+
+    Args:
+        before, after: metrics before and after the failure.
+        once: the failure does not repeat.
+        only: the only alert that is evaluated; None for all.
+    """
     stored, since, firing = Series(), {}, set()
     rules = [rule for rule in Rule.all() if rule.records or only in (None, rule.name)]
     wanted = {rule.name: rule for rule in rules}
@@ -88,7 +95,7 @@ def fired(before: Scrape, after: Scrape, *, once: bool = False, only: str | None
 
 
 def check(alert: str, before: Scrape, after: Scrape, *, once: bool = False) -> None:
-    """The alert fires after the failure and not before it."""
+    """Asserts that the alert fires after the failure and not before it."""
     assert fired(before, before, only=alert) == set()
     assert fired(before, after, once=once, only=alert) == {alert}
 
@@ -102,7 +109,7 @@ async def metrics_of(gw: Rig) -> Scrape:
 
 @asynccontextmanager
 async def served(model_dir: Path, **settings: Any) -> AsyncIterator[tuple[Rig, FakeCluster, Scrape]]:
-    """A gateway over fake pods that has answered some requests, and its metrics then."""
+    """Yields a gateway over fake pods that has answered some requests, the pods, and the metrics at that time."""
     async with fake_cluster() as cluster, rig(cluster, model_dir, **settings) as gw:
         for _ in range(3):
             assert (await gw.complete(max_tokens=8)).status_code == 200
@@ -119,7 +126,7 @@ async def test_a_healthy_gateway_and_healthy_pods_fire_no_alert(smollm2_dir: Pat
         for pod in pods.pods:
             await pod.settled()
         after = {**await metrics_of(gw), **pod_metrics(pods)}
-    # A tiny prompt without a cache is no installation: nothing of it repeats. CPUs of tests are slow.
+    # These alerts are about speed, and the CPUs of tests are slow.
     assert fired(before, after) - {"BatonTtftHigh", "BatonItlHigh", "BatonHandOffExposed"} == set()
 
 
@@ -216,7 +223,7 @@ async def test_an_index_that_is_away(smollm2_dir: Path, tmp_path: Path) -> None:
 
 
 def seconds_left(files: TlsFiles) -> float:
-    """The expiry in the time of `fired`, which begins at 0."""
+    """Returns when the certificate expires, in the time of `fired`: there the present is 0."""
     return files.expires_at() - time.time()
 
 

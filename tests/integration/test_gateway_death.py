@@ -1,4 +1,4 @@
-"""kill -9 of a gateway while it streams: a retry at another gateway has the same tokens, and pods hold nothing."""
+"""kill -9 of a gateway while it streams: a retry at another gateway gets the same tokens, and pods free everything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rigs.waiting import until
 torch.set_num_threads(1)
 
 MAX_TOKENS = 60
-READ = 8  # tokens that the first client gets before its gateway dies
+READ = 8  #: Tokens that the first client gets before its gateway dies.
 HEADERS = {"idempotency-key": "k"}
 BODY = {
     "model": "tiny",
@@ -78,7 +78,7 @@ async def stack(model_dir: Path, smollm2_dir: Path) -> AsyncIterator[tuple[Clust
 
 
 async def read(url: str, texts: list[str]) -> None:
-    """Appends the texts of a stream as they come."""
+    """Sends BODY with the key, and appends the texts of the stream to `texts` as they come."""
     async with (
         httpx.AsyncClient(timeout=60) as http,
         http.stream("POST", f"{url}/v1/completions", json=BODY, headers=HEADERS) as response,
@@ -102,13 +102,13 @@ async def test_a_retry_after_the_gateways_death_has_every_token(model_dir: Path,
         cut: list[str] = []
         first = asyncio.create_task(read(url, cut))
         await until(lambda: len(cut) >= READ or first.done())
-        held = threading.Event()
-        pods.decode.runtime.engine_loop.call(lambda: held.wait(60))  # the answer cannot end before the kill
+        killed = threading.Event()
+        pods.decode.runtime.engine_loop.call(lambda: killed.wait(60))  # the answer cannot end before the kill
         try:
             process.kill()
             [failure] = await asyncio.gather(first, return_exceptions=True)
         finally:
-            held.set()
+            killed.set()
         assert isinstance(failure, httpx.TransportError)
         whole: list[str] = []
         await read(gw.url, whole)

@@ -1,4 +1,4 @@
-"""Overload over REST: requests that are shed at the pods, refusals before the text is read, and full decode pods."""
+"""Overload over REST: late requests are shed or refused early, and requests wait for room on full decode pods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rigs.waiting import until
 
 @asynccontextmanager
 async def rated(model_dir: Path, **settings: Any) -> AsyncIterator[tuple[Rig, RatedPod]]:
-    """A gateway with a prefill pod that has measured its rate."""
+    """Yields a gateway and its prefill pod, which has measured its rate."""
     async with fake_cluster(prefill=0) as cluster:
         pod = await cluster.add(Role.PREFILL, "prefill-0", RatedPod)
         assert isinstance(pod, RatedPod)
@@ -33,6 +33,7 @@ async def rated(model_dir: Path, **settings: Any) -> AsyncIterator[tuple[Rig, Ra
 
 
 def refusals(gw: Rig, stage: str) -> float:
+    """Returns the number of refusals in a stage: "arrival", "waiting" or "pods"."""
     samples = next(iter(gw.gateway.metrics.refusal.collect())).samples
     counts = (s.value for s in samples if s.name.endswith("_count") and s.labels["stage"] == stage)
     return next(counts, 0.0)
@@ -42,10 +43,10 @@ async def test_requests_that_wait_too_long_at_the_pods_get_429_or_an_error_event
     async with rated(smollm2_dir, max_ttft_s=1.0) as (gw, pod):
         opened = asyncio.Event()
 
-        async def stuck(_request: object) -> None:
+        async def wait(_request: object) -> None:
             await opened.wait()
 
-        pod.faults.before_prefill = stuck
+        pod.faults.before_prefill = wait
         alone = asyncio.create_task(gw.complete(max_tokens=1))  # no other request is before it
         await until(lambda: len(pod.seen.prefilled) == 2)
         whole = asyncio.create_task(gw.complete(max_tokens=1))
@@ -92,11 +93,11 @@ async def test_a_request_that_would_be_late_in_any_case_is_refused_before_its_te
         tokenized: list[str] = []
         encode = TextTokenizer.encode_chat
 
-        async def noting(self: TextTokenizer, prompt: Any) -> Any:
+        async def recorded(self: TextTokenizer, prompt: Any) -> Any:
             tokenized.append(str(prompt))
             return await encode(self, prompt)
 
-        monkeypatch.setattr(TextTokenizer, "encode_chat", noting)
+        monkeypatch.setattr(TextTokenizer, "encode_chat", recorded)
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
         late = await gw.http.post("/v1/chat/completions", json=body, headers={"x-request-timeout": "0.6"})
         assert late.status_code == 429, late.text
@@ -109,13 +110,13 @@ async def test_a_request_that_would_be_late_in_any_case_is_refused_before_its_te
 
 
 async def test_requests_wait_for_room_on_full_decode_pods_while_others_end(smollm2_dir: Path) -> None:
-    """Six clients for two places. Once it is known how soon requests end, nobody is refused."""
+    """Six clients share two places. The gate has measured how soon requests end, so it refuses no request."""
     async with fake_cluster() as cluster:
         decode = cluster.decodes[0]
         decode.capacity, decode.faults.token_delay_s = 2, 0.02
         async with rig(cluster, smollm2_dir) as gw:
             began = time.monotonic()
-            while time.monotonic() - began < 1.5:  # measures how soon requests end
+            while time.monotonic() - began < 1.5:  # the gate measures how soon requests end
                 await asyncio.gather(*[gw.complete(max_tokens=5) for _ in range(2)])
             limits = httpx.Limits(max_connections=20)
             async with httpx.AsyncClient(base_url=gw.url, timeout=30, limits=limits) as http:

@@ -1,4 +1,4 @@
-"""A pod that makes no progress: its requests continue on other pods, and requests that only wait do not."""
+"""A pod that makes no progress: the requests that it stalls continue on other pods, and requests that wait stay."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tests.rigs.waiting import until
 
 TOKENS = 12
 BOUND_S = 0.3
-#: Longer than it takes to find a stalled request.
-LONG_S = 1.2
+LONG_S = 1.2  #: In this time the gateway would find a stalled request.
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +41,7 @@ async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
 
 
 def stalled(gw: Rig, role: str) -> float:
+    """Returns the number of attempts that stalled on pods of this role."""
     return gw.gateway.metrics.stalled.labels(role)._value.get()
 
 
@@ -50,19 +50,20 @@ def state(gw: Rig, pod: FakePod) -> str:
 
 
 async def text(gw: Rig) -> str:
+    """Sends a request and returns its text."""
     answer = await gw.complete(max_tokens=TOKENS, seed=7)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
 
-async def known(gw: Rig, tokens: int) -> None:
-    """Waits until the running request has so many output tokens."""
+async def received(gw: Rig, tokens: int) -> None:
+    """Waits until the running request has this many output tokens."""
     await until(lambda: sum(c.usage.completion for r in gw.gateway._requests.values() for c in r.choices) >= tokens)
 
 
 @asynccontextmanager
 async def stepping(pod: FakePod) -> AsyncIterator[None]:
-    """The engine of the pod ends steps."""
+    """Lets the engine of the pod end steps."""
 
     async def step() -> None:
         while True:
@@ -77,11 +78,14 @@ async def stepping(pod: FakePod) -> AsyncIterator[None]:
 
 
 async def stalls(gw: Rig, cluster: FakeCluster) -> tuple[FakePod, asyncio.Task[str]]:
-    """Starts a request that gets five tokens and no more. Returns its decode pod; other pods are well."""
+    """Starts a request that gets five tokens and then no more. Returns its decode pod and the request's task.
+
+    All other requests get all their tokens.
+    """
     for pod in cluster.decodes:
         pod.faults.stall_after = 4
     task = asyncio.create_task(text(gw))
-    await known(gw, 5)
+    await received(gw, 5)
     (victim,) = (pod for pod in cluster.decodes if not pod.idle)
     for pod in cluster.decodes:
         pod.faults.stall_after = None
@@ -89,14 +93,17 @@ async def stalls(gw: Rig, cluster: FakeCluster) -> tuple[FakePod, asyncio.Task[s
 
 
 def no_step(pod: FakePod) -> None:
+    """A sequence runs, and the number of steps stays the same."""
     pod.steps, pod.load = 9, transfer_pb2.Load(running=1)
 
 
 def silent(pod: FakePod) -> None:
+    """The pod does not answer Info."""
     pod.faults.info_delay_s = 60.0
 
 
 def says_stuck(pod: FakePod) -> None:
+    """The pod's watchdog has found a stuck loop."""
     pod.stuck = "the engine is stuck"
 
 
@@ -138,7 +145,7 @@ async def test_a_request_is_not_stalled_while_the_pod_steps(gw: Rig, cluster: Fa
 
 
 async def test_a_request_that_waits_for_its_kv_is_not_stalled(gw: Rig, cluster: FakeCluster) -> None:
-    """The decode pod has a sequence of another gateway, which that gateway has paused."""
+    """The decode pod ends no step, because its only sequence is one that another gateway has paused."""
     expected = await text(gw)
     for pod in cluster.decodes:
         no_step(pod)
@@ -152,7 +159,7 @@ async def test_a_request_that_waits_for_its_kv_is_not_stalled(gw: Rig, cluster: 
 async def test_a_prompt_in_the_queue_of_a_decode_pod_is_not_stalled(
     gw: Rig, cluster: FakeCluster, waiting: int
 ) -> None:
-    """Without a queue the prompt is in the step that does not end."""
+    """Without a queue on the pod, the prompt is in the step that does not end. It is stalled then."""
     expected = await text(gw)
     for pod in cluster.decodes:
         pod.faults.local_after_s, pod.faults.stall_after = 0.0, 0

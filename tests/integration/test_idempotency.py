@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key: a retry gets the same answer, from the gateway that runs it or from another."""
+"""Requests with an Idempotency-Key: a retry gets the same answer, from the same gateway or from another one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 
 def seeded(request: ValidRequest) -> list[int]:
-    """Returns ids of letters that depend on the seed and the prompt."""
+    """Returns an answer of letters that depends on the seed and the prompt. It is the script of the fake pods."""
     sampling = request.sampling
     return [66 + (sum(request.prompt_ids) + sampling.seed + 5 * i) % 26 for i in range(sampling.max_tokens)]
 
@@ -52,29 +52,31 @@ def key(name: str, **more: str) -> dict[str, str]:
 
 
 def outcomes(gw: Rig) -> dict[str, float]:
-    """Returns how many requests with keys had each outcome."""
+    """Returns the number of requests with keys, by outcome."""
     samples = next(iter(gw.gateway.metrics.keyed_requests.collect())).samples
     return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total") and s.value}
 
 
 def counted(gw: Rig, endpoint: str) -> dict[str, float]:
+    """Returns the number of requests of an endpoint, by outcome. Retries that read a known answer do not count."""
     samples = next(iter(gw.gateway.metrics.requests.collect())).samples
     ended = [s for s in samples if s.name.endswith("_total") and s.value and s.labels["endpoint"] == endpoint]
     return {s.labels["outcome"]: s.value for s in ended}
 
 
 def computed(cluster: FakeCluster) -> int:
+    """Returns the number of prompts that prefill pods have got."""
     return sum(len(pod.seen.prefilled) for pod in cluster.prefills)
 
 
 def events(raw: bytes) -> list[Any]:
-    """Returns the data of the events, without [DONE]."""
+    """Returns the data of a stream's events, without [DONE]."""
     lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n") if line.startswith(b"data: ")]
     return [orjson.loads(line) for line in lines if line != b"[DONE]"]
 
 
 class Stream:
-    """A stream that a test reads in steps."""
+    """A stream that is read in the background. `raw` grows as bytes come."""
 
     def __init__(self, gw: Rig, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
         self.raw = b""
@@ -94,6 +96,7 @@ class Stream:
         return self
 
     async def whole(self) -> bytes:
+        """Waits for the end. Returns all bytes."""
         await self._task
         return self.raw
 
@@ -113,7 +116,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 async def two_gateways(
     cluster: FakeCluster, model_dir: Path, directory: Path, **settings: Any
 ) -> AsyncIterator[tuple[Rig, Rig, EmbeddedValkey]]:
-    """Runs two gateways over the same pods that share claims in Valkey."""
+    """Runs two gateways over the same pods. They share the claims of keys in Valkey."""
     valkey = EmbeddedValkey(0, directory)
     shared = {"redis": await valkey.start(), "index_timeout_s": 20.0, **settings}
     try:
@@ -126,7 +129,7 @@ async def two_gateways(
 
 
 def same_answer(first: Any, second: Any) -> None:
-    """Compares JSON answers of two gateways. A response also tells when it was completed."""
+    """Asserts that two JSON answers are equal, except the time at which a response was completed."""
     for answer in (first, second):
         if isinstance(answer, dict):
             answer.pop("completed_at", None)
@@ -474,7 +477,7 @@ async def test_a_failed_request_frees_its_key_for_every_gateway(
         wrong = await one.http.post(path, json={**body, "temperature": 9}, headers=key("k"))
         assert wrong.status_code == 400
         assert (await two.http.post(path, json=body, headers=key("k"))).status_code == 200
-        # A claim that another gateway has repeated stays: it has given an answer for it.
+        # The second gateway has answered for this key, so a failure at the first one does not remove the claim.
         cluster.decodes[0].faults.reserve_error = InvalidRequest("not today")
         assert (await one.http.post(path, json=body, headers=key("k"))).status_code == 400
         assert (await one.http.post(path, json={**body, "n": 2}, headers=key("k"))).status_code == 409

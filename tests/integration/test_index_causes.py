@@ -1,4 +1,4 @@
-"""Every line about an index that is away names the cause: of gateways and of pods, also while no call is made."""
+"""Log lines about an index that is away: gateways and pods name the cause, also while the circuit breaker is open."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CAUSES = {
 
 @asynccontextmanager
 async def server_that_answers(answer: str | None) -> AsyncIterator[str]:
-    """The URL of a server that answers every command with this error; None: it never answers; "": it hangs up."""
+    """Yields the URL of a server that answers each command with this error. None: it never answers; "": it hangs up."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -64,7 +64,7 @@ async def server_that_answers(answer: str | None) -> AsyncIterator[str]:
 
 
 async def causes(url: str, calls: int = 5) -> list[str]:
-    """What a gateway's reader says about an index that is away, also when the circuit breaker makes no call."""
+    """Returns the texts of a gateway's reader about an index that is away, also with an open circuit breaker."""
     reader, found = IndexReader(url, timeout_s=0.05, breaker=CircuitBreaker(clock=lambda: 100.0)), []
     try:
         for _ in range(calls):
@@ -166,7 +166,7 @@ async def test_a_pod_logs_the_cause(lines: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_refused_registration_names_no_private_class(lines: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Two pods of one name: the index keeps the later generation, and the other one says so in words."""
+    """Two pods have one name. The index keeps the later generation, and the other pod logs that in words."""
     valkey = EmbeddedValkey(0, tmp_path, password="")
     url = await valkey.start()
     records = [replace(RECORD, generation=generation) for generation in (2_000, 1_000)]

@@ -87,7 +87,7 @@ async def test_a_prompt_that_gets_no_target_releases_everything(
             else:
                 assert kinds[-1] == "failed"
             await cluster.prefill.settled()
-        # Before its first chunk is over, too: what the step in flight computes is not kept for anybody.
+        # The same before the end of the first chunk: the result of the step in flight is dropped.
         launch = cluster.prefill.runtime.engine.runner.launch
         begun = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -24,6 +24,7 @@ from common.model.directory import smollm2_dir as known_dir
 from common.types import FinishReason, SamplingParams
 from engine.llm import LLM
 from engine.loop import EngineLoop
+from tests.rigs.engine.bare_model import LLAMA, bare_model
 
 torch.set_num_threads(1)
 README = Path(__file__).parents[2] / "README.md"
@@ -36,20 +37,14 @@ def llm(smollm2_dir: Path) -> LLM:
 
 
 SETTINGS: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "num_blocks": 32, "block_size": 4, "threads": 1}
-
-
-def bare(directory: Path) -> Path:
-    """A directory with a config.json only."""
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
-    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128, "eos_token_id": 9}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+SMALL = LLAMA | {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "max_position_embeddings": 128, "eos_token_id": 9}
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> LLM:
     """Random weights, no tokenizer; only max_tokens ends an output."""
-    return LLM(bare(tmp_path), **SETTINGS)
+    return LLM(bare_model(tmp_path, SMALL), **SETTINGS)
 
 
 def at_rest(llm: LLM) -> None:
@@ -198,7 +193,7 @@ def test_every_thread_that_computes_is_on_the_engine_s_device(tmp_path: Path, mo
     seen: set[tuple[str, torch.device]] = set()
     for module in (engine.engine, engine.loop, engine.kv.host_copier):
         monkeypatch.setattr(module, "make_current", lambda device: seen.add((threading.current_thread().name, device)))
-    llm = LLM(bare(tmp_path), **SETTINGS, host_cache=1 << 20)
+    llm = LLM(bare_model(tmp_path, SMALL), **SETTINGS, host_cache=1 << 20)
     llm.generate([[1]], GREEDY)
     llm.engine.close()
     here = threading.current_thread().name
@@ -217,20 +212,22 @@ def test_a_length_beyond_the_model_is_refused_and_beyond_the_pool_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match="max_model_len: 129 is more than the 128 tokens that the model supports"):
-        LLM(bare(tmp_path), **SETTINGS, max_model_len=129)
-    assert LLM(bare(tmp_path), **SETTINGS, max_model_len=128).engine.max_model_len == 128
+        LLM(bare_model(tmp_path, SMALL), **SETTINGS, max_model_len=129)
+    assert LLM(bare_model(tmp_path, SMALL), **SETTINGS, max_model_len=128).engine.max_model_len == 128
     assert "max_model_len" not in caplog.text
-    assert LLM(bare(tmp_path), **{**SETTINGS, "num_blocks": 16}, max_model_len=100).engine.max_model_len == 64
+    assert (
+        LLM(bare_model(tmp_path, SMALL), **{**SETTINGS, "num_blocks": 16}, max_model_len=100).engine.max_model_len == 64
+    )
     assert "max_model_len is 100, but the KV pool has room for 64 tokens" in caplog.text
     assert "raise num_blocks" in caplog.text
     caplog.clear()
-    assert LLM(bare(tmp_path), **{**SETTINGS, "num_blocks": 16}).engine.max_model_len == 64
+    assert LLM(bare_model(tmp_path, SMALL), **{**SETTINGS, "num_blocks": 16}).engine.max_model_len == 64
     assert "max_model_len" not in caplog.text
 
 
 def test_default_params_are_those_of_the_models_file(tmp_path: Path) -> None:
     own = {"temperature": 0.5, "top_k": 5, "max_new_tokens": 3}
-    (bare(tmp_path) / "generation_config.json").write_text(json.dumps({**own, "eos_token_id": [7]}))
+    (bare_model(tmp_path, SMALL) / "generation_config.json").write_text(json.dumps({**own, "eos_token_id": [7]}))
     llm = LLM(tmp_path, **SETTINGS)
     assert llm.engine.eos_token_ids == (7, 9)
     assert llm.default_params() == SamplingParams(temperature=0.5, top_k=5, max_tokens=3)

@@ -1,4 +1,7 @@
-"""Real pods with a loop that is stuck: they say it, refuse work, come back or end, and answers continue elsewhere."""
+"""Real pods with a stuck loop: Info names the loop, and the pod refuses work until it recovers or ends.
+
+Answers continue on other pods.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,14 @@ LOCAL = {"local_prefill": "512"}
 
 @pytest.fixture(autouse=True)
 def _usual_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine 20 measured steps may be longer than the short bound of these tests."""
+    """Sets short rates: on a busy machine 20 times a measured step may exceed the short bound of these tests."""
     monkeypatch.setattr(PodRates, "predicted_step_s", lambda *_: 0.001)
     monkeypatch.setattr(PodRates, "decode_fit", lambda _: (0.001, 0.0001))
     monkeypatch.setattr(gateway_pod, "INFO_PERIOD_S", 0.05)
 
 
 def watch(pod: Pod) -> list[int]:
-    """Starts the pod's watchdog. Returns the exit codes with which it would end the process."""
+    """Starts the pod's watchdog. Returns a list of the exit codes with which it would have ended the process."""
     exits: list[int] = []
     pod.runtime.watch.watchdog.end = exits.append
     pod.runtime.watch.start()
@@ -57,6 +60,7 @@ def watch(pod: Pod) -> list[int]:
 
 
 async def health(pod: Pod) -> int:
+    """Returns the status of the pod's health check."""
     async with open_channel(pod.runtime.address) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     return int(answer.status)
@@ -76,7 +80,7 @@ async def test_a_stuck_step_makes_the_pod_unready_until_it_ends(model_dir: Path,
                 info = await pod.info()
                 assert (info.ready, info.stuck) == (False, "the engine is stuck")
                 assert info.step_bound_s == 2.0
-                await until(lambda: _is(health(pod), health_pb2.HealthCheckResponse.NOT_SERVING))
+                await until(lambda: _gives(health(pod), health_pb2.HealthCheckResponse.NOT_SERVING))
                 with pytest.raises(Unavailable, match="the engine is stuck on pod"):
                     await cluster.reserve(request(prompt_of(5)))
                 assert pod.counted("stuck_loops") == {("engine",): 1.0}
@@ -90,8 +94,8 @@ async def test_a_stuck_step_makes_the_pod_unready_until_it_ends(model_dir: Path,
             pod.runtime.watch.stop()
 
 
-async def _is(asked: Any, wanted: object) -> bool:
-    return bool(await asked == wanted)
+async def _gives(call: Any, wanted: object) -> bool:
+    return bool(await call == wanted)
 
 
 async def _is_ready(pod: Pod) -> bool:
@@ -130,7 +134,7 @@ async def test_a_stuck_transfer_thread_is_found(model_dir: Path) -> None:
 async def test_the_warm_up_has_no_bound(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The pod runs as in its process: it is watched once it is ready."""
+    """The pod runs as in its process, so the watchdog starts when the pod is ready."""
     warm_up = Engine.warm_up
 
     def slow(engine: Engine) -> None:
@@ -171,7 +175,7 @@ async def gateway(cluster: Cluster) -> AsyncIterator[tuple[Router, PodTable, Gat
 
 
 async def answer(router: Router, valid: ValidRequest) -> list[int]:
-    """Returns the ids of the answer."""
+    """Returns the token ids of the answer."""
     timeline = Timeline(valid.request_id, None, "test")
     dispatch = Dispatch(router, valid, deadline=time.monotonic() + 60, timeline=timeline)
     ids: list[int] = []
@@ -185,8 +189,8 @@ async def answer(router: Router, valid: ValidRequest) -> list[int]:
         dispatch.close()
 
 
-async def entered(blocked: Sequence[BlockedStep]) -> int:
-    """Waits until one of the engines is blocked, and releases the others. Returns its number."""
+async def first_blocked(blocked: Sequence[BlockedStep]) -> int:
+    """Waits until one of the engines is blocked, and releases the others. Returns the number of the blocked one."""
     await until(lambda: any(one.entered.is_set() for one in blocked))
     (victim,) = (number for number, one in enumerate(blocked) if one.entered.is_set())
     for number, one in enumerate(blocked):
@@ -197,7 +201,7 @@ async def entered(blocked: Sequence[BlockedStep]) -> int:
 
 @pytest.mark.parametrize("watched", [False, True], ids=["seen by the gateway", "said by the pod"])
 async def test_an_answer_continues_when_its_decode_pod_is_stuck(model_dir: Path, llm: LLM, watched: bool) -> None:
-    """The gateway sees by itself that no step ends, or the pod says which loop is stuck."""
+    """Without its watchdog the pod says nothing, and the gateway sees that no step ends."""
     async with (
         Cluster.start(model_dir, prefill=0, decode=2, role=Role.BOTH, decode_config={"stuck_step_s": 1.0}) as cluster,
         gateway(cluster) as (router, table, metrics),
@@ -211,7 +215,7 @@ async def test_an_answer_continues_when_its_decode_pod_is_stuck(model_dir: Path,
         ):
             r = request(prompt_of(9), 20)
             task = asyncio.create_task(answer(router, r))
-            victim = cluster.decodes[await entered([first, second])]
+            victim = cluster.decodes[await first_blocked([first, second])]
             assert await task == expected(llm, r)
             assert metrics.stalled.labels("decode")._value.get() == 1
             assert table.pods[victim.runtime.address].state == "stuck"
@@ -234,7 +238,7 @@ async def test_an_answer_continues_when_its_prefill_pod_is_stuck(model_dir: Path
         ):
             r = request(prompt_of(3 * CHUNK), 6)
             task = asyncio.create_task(answer(router, r))
-            victim = cluster.prefills[await entered([first, second])]
+            victim = cluster.prefills[await first_blocked([first, second])]
             assert await task == expected(llm, r)
             assert metrics.stalled.labels("prefill")._value.get() == 1
             assert table.pods[victim.runtime.address].state == "stuck"

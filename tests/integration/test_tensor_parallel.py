@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ from common.errors import ConfigError, InternalError
 from common.types import FinishReason, SamplingParams
 from engine.llm import LLM, Completion
 from engine.parallel.collectives import TIMEOUT_S
+from tests.rigs.engine.bare_model import GPT2, LLAMA, bare_model
 from tests.rigs.pods.harness import prompt_of
 
 torch.set_num_threads(1)
@@ -137,20 +137,10 @@ def test_unsupported_settings_are_refused_by_name(
 
 
 def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
-    base = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 30}
-    base |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 128}
-    (tmp_path / "config.json").write_text(json.dumps(base))
+    bare_model(tmp_path, LLAMA | {"num_key_value_heads": 4, "intermediate_size": 30})
     with pytest.raises(ConfigError, match="4 does not divide the model's intermediate_size, 30"):
         LLM(tmp_path, load_format="dummy", num_blocks=16, tensor_parallel_size=4, **SETTINGS)
-    other = {
-        **base,
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": 32,
-        "n_head": 4,
-        "n_layer": 1,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(other))
+    bare_model(tmp_path, GPT2)
     with pytest.raises(ConfigError, match="computed by transformers, on one device only") as refused:
         LLM(tmp_path, load_format="dummy", num_blocks=16, tensor_parallel_size=2, **SETTINGS)
     assert refused.value.field == "tensor_parallel_size"

@@ -15,6 +15,8 @@ from cli.probes import trouble
 from cli.stack.certificates import Authority
 from cli.stack.supervisor import ChildProcess, PortLease
 from common.errors import BatonError, LayoutMismatch
+from common.pb import decode_pb2
+from common.process.watchdog import EXIT_STUCK
 from common.tls import TlsFiles
 from common.types import Role
 from engine.llm import LLM
@@ -26,7 +28,10 @@ TWO: dict[str, Any] = {"tensor_parallel_size": 2, "checksums": False}
 
 async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path, llm: LLM) -> None:
     async with Cluster.start(
-        model_dir, own_backend=True, prefill_config=TWO, decode_config={**TWO, "local_prefill": "off"}
+        model_dir,
+        own_backend=True,
+        prefill_config={**TWO, "stuck_step_s": 1.0},
+        decode_config={**TWO, "local_prefill": "off"},
     ) as cluster:
         lengths = [1, BLOCK, BLOCK + 1, CHUNK, 3 * CHUNK + 1]
         requests = [request(prompt_of(n, seed=n), 6) for n in lengths]
@@ -49,15 +54,29 @@ async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path
             await alone.runtime.transfer_node.connect(decode.runtime.address, decode.runtime.name)
         assert refused.value.field == "tensor_parallel"
 
+        # A frozen rank stops its pod's engine, which the watchdog sees.
         # A lost rank ends its pod soon and with a reason.
         rank_group = prefill.runtime.engine.rank_group
         assert rank_group is not None
+        exits: list[int] = []
+        prefill.runtime.watch.watchdog.end = exits.append
+        prefill.runtime.watch.start()
+        os.kill(rank_group.pids[0], signal.SIGSTOP)
+        r = request(prompt_of(9, seed=99), 4)
+        task = asyncio.create_task(cluster.generate(r, remote_only=True, timeout_s=120))
+        await until(lambda: bool(exits))
+        assert exits[0] == EXIT_STUCK
+        assert decode.runtime.engine.pool.counts().leased
         os.kill(rank_group.pids[0], signal.SIGKILL)
         with pytest.raises(BatonError):
-            await cluster.generate(request(prompt_of(9, seed=99), 4), remote_only=True, timeout_s=30)
+            await task
         await until(lambda: prefill.runtime.lifecycle.draining)
         assert prefill.runtime.exit_code == 4
         assert "rank 1 has ended (SIGKILL)" in str(prefill.runtime.engine.failure)
+        prefill.runtime.watch.stop()
+        # The gateway ends the request on the decode pod too. Without that, its blocks would wait for its deadline.
+        await decode.decode.Abort(decode_pb2.DecodeAbortRequest(request_id=r.request_id))
+        await decode.settled(timeout_s=10)
 
 
 async def test_a_pod_over_two_machines(model_dir: Path, llm: LLM, tmp_path: Path) -> None:

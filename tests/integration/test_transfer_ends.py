@@ -19,7 +19,7 @@ from common.types import Role
 from common.wire import transfer_id_to_pb
 from kv_transfer import servicer
 from kv_transfer.memory import PeerMemory
-from kv_transfer.peers.connections import ProcessWatch
+from kv_transfer.peers.process_watch import ProcessWatch
 from tests.rigs.transfer.faulty_backend import WriteFaultPlan
 from tests.rigs.transfer.transfer_pods import NUM_BLOCKS, Cluster, FakePin, chunks, hand_over
 from tests.rigs.waiting import until
@@ -272,7 +272,7 @@ async def test_process_watches_are_closed_however_the_connection_ends(monkeypatc
         opened.append(ProcessWatch(os.pidfd_open(os.getpid())))
         return opened[-1]
 
-    monkeypatch.setattr("kv_transfer.peers.connections.watch_process", watch)
+    monkeypatch.setattr("kv_transfer.peers.connection.watch_process", watch)
     monkeypatch.setattr("kv_transfer.servicer.watch_process", watch)
     cluster = Cluster("loopback")
     try:

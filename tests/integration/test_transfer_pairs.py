@@ -1,4 +1,4 @@
-"""Idle pairs are probed with a real block, show their trouble, and heal by themselves."""
+"""Idle pairs of pods: they are probed with a test block, show their trouble in Info, and are connected again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest_asyncio
 from common.pb import transfer_pb2
 from common.types import Role
 from kv_transfer.backend.loopback import LoopbackFault
-from kv_transfer.peers import connections, pair_prober
+from kv_transfer.peers import connector, pair_prober
 from tests.rigs.transfer.transfer_pods import Cluster, Pod, hand_over
 from tests.rigs.waiting import until
 
@@ -29,7 +29,7 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_prober, "LATE_S", 0.3)
     monkeypatch.setattr(pair_prober, "TICK_S", 0.05)
-    monkeypatch.setattr(connections, "PAIR_RETRY_S", 0.05)
+    monkeypatch.setattr(connector, "PAIR_RETRY_S", 0.05)
     monkeypatch.setattr(pair_prober, "PAIR_RETRY_S", 0.05)
 
 
@@ -94,7 +94,7 @@ async def test_a_silently_closed_connection_is_made_again_before_a_request_needs
 async def test_a_pod_that_cannot_be_reached_is_in_trouble_and_forgotten_later(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "UNREACHABLE_S", 0.1)
+    monkeypatch.setattr(connector, "UNREACHABLE_S", 0.1)
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address, decode.name)
     await decode.crash()

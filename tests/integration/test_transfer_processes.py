@@ -20,7 +20,7 @@ from common.pb import types_pb2
 from common.process.lifecycle import host_boot_id
 from common.types import KvTarget, Role
 from common.wire import kv_target_from_pb, kv_target_to_pb
-from kv_transfer.peers.connections import watch_process
+from kv_transfer.peers.process_watch import watch_process
 from kv_transfer.receiver import state_machine
 from kv_transfer.sender.transfers import OutgoingTransfer
 from tests.rigs.transfer.transfer_pods import Cluster, FakePin, Pod

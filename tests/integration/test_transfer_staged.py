@@ -135,7 +135,7 @@ async def test_a_pod_that_restarts_gets_a_window_again_and_again(
     cluster: Cluster, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are three windows. That of a dead writer is free after the grace."""
-    monkeypatch.setattr("kv_transfer.backend.staged.GRACE_S", 0.1)
+    monkeypatch.setattr("kv_transfer.backend.staging.receiver_end.GRACE_S", 0.1)
     monkeypatch.setattr(state_machine, "GRACE_S", 0.1)
     decode = await cluster.start("decode-0", Role.DECODE)
     decode.fill(2)

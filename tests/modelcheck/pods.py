@@ -1,8 +1,17 @@
-"""The two pods of the model: real transfer tables, state machines and block pools. Their thread, clock and calls stand
-still until the explorer moves them.
+"""The common part of both pods of the model: bounds, messages, and doubles of thread, clock and calls.
 
-A pod changes only by `apply(event)`, and gives the messages that it sent. So a pod is a pure function of its state and
-an event, and the explorer computes each such step once.
+The transfer tables, state machines and block pools are real. Nothing moves by itself: a pod changes only by
+`apply(event)`, which leaves the messages that the pod sent in `messages`. So the next state depends on the state and
+the event only, and the explorer computes each pair once.
+
+A message is a tuple: kind, request, receiver's generation, sender's generation, and by kind:
+
+    open, commit, drain    (nothing more)                    calls
+    opened, committed      error, "" for none                answer to a call
+    drained                answering generation, clean       answer to Drain; generation 0: no answer came
+    range                  first logical block, count        notification of a write
+    write                  first logical block, blocks, status: posted, landed, late (may land within the grace), dying
+    target                 blocks, in place of the sender's generation; the gateway gets it at once
 """
 
 from __future__ import annotations
@@ -17,37 +26,37 @@ from common.errors import DeadlineExceeded, Unavailable
 from common.types import KvTarget, TransferId
 from kv_transfer.memory import PeerMemory
 from kv_transfer.messages import Commit, RangeWritten, Writer, parse_notification
-from kv_transfer.peers.connections import PeerConnection
+from kv_transfer.peers.connection import PeerConnection
 from tests.modelcheck.product import Product
 from tests.modelcheck.snapshot import freeze
 
-NOW = 1.0  # The clock of the model stands still
-TICK_S = 0.25  # Max grace that one tick uses up, and the whole grace of the model
+NOW = 1.0  #: The clock of the model stands still.
+TICK_S = 0.25  #: One tick uses up at most this much of a grace. In the model the grace is no longer.
 SENDER, RECEIVER = "prefill-0", "decode-0"
 FINGERPRINT, SIGNATURE = "f", b"signature"
 MEMORY = PeerMemory(0, 1, 0, 0, "DRAM")
 
-Event = tuple[Any, ...]  # Name of a method of the pod, and its arguments
-Message = tuple[Any, ...]  # Kind, number of the request, generation of the receiver, generation of the sender, more
+Event = tuple[Any, ...]  #: Name of a method of the pod, and its arguments.
+Message = tuple[Any, ...]  #: See the module's docstring.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What one exploration covers."""
+    """The limits of one exploration."""
 
     requests: int = 2
-    blocks: int = 3  # Blocks of each pod's pool
+    blocks: int = 3  #: Blocks of each pod's pool.
     blocks_per_request: int = 2
     sender_restarts: int = 1
     receiver_restarts: int = 1
-    message_faults: int = 1  # Messages that are lost, duplicated, or later than their call's time limit; together
-    failed_writes: int = 1  # Writes that fail although the receiver lives
-    watched: bool = False  # Each pod sees the end of the other's process, as on one host
-    #: A prompt may be sent to a prefill pod after its reservation ended, and to both generations of the prefill pod.
+    message_faults: int = 1  #: Messages that are lost, doubled, or later than their call's time limit, all together.
+    failed_writes: int = 1  #: Writes that fail although the receiver lives.
+    watched: bool = False  #: Each pod sees the end of the other's process, as on one host.
+    #: The gateway may send a prompt after its reservation has ended, and to both generations of the prefill pod.
     odd_prefills: bool = False
-    #: Steps of one pod that usually follow each other at once are one step: the start of a transfer, the connection and
-    #: the first push; each event of the sender and the posts after it; the end of a write and the sender's notice of
-    #: it; an abort on the receiver and its release.
+    #: Steps that usually follow each other at once are one step: the start of a transfer, its connection and its first
+    #: push; an event of the sender and the writes that it posts then; the end of a write and the sender's notice of
+    #: that; an abort on the receiver and the release of its transfer.
     coarse: bool = False
 
 
@@ -69,7 +78,7 @@ def fingerprint() -> str:
 
 
 class _Suspended(BaseException):
-    """Leaves a coroutine at its call: the explorer answers the call later."""
+    """Leaves a coroutine at a call. The explorer answers the call later, by an event."""
 
 
 class _NoLock:
@@ -83,7 +92,7 @@ class _NoLock:
 
 
 class _Ignored:
-    """Statistics and peers of notifications, which are no part of the state."""
+    """A double of statistics and of notified peers. They are no part of the state."""
 
     SHARED = True
 
@@ -104,7 +113,7 @@ class _Ignored:
 
 
 class _Connector:
-    """Connects when the explorer says so."""
+    """A connector without connections. The event `connected` gives a transfer its connection."""
 
     SHARED = True
 
@@ -116,7 +125,7 @@ NO_LOCK, IGNORED, CONNECTOR = _NoLock(), _Ignored(), _Connector()
 
 
 class Watch:
-    """Sees the end of the sender's process once the explorer says that it ended."""
+    """A double of ProcessWatch. The event `writer_gone` sets `gone`."""
 
     def __init__(self) -> None:
         self.gone = False
@@ -129,12 +138,12 @@ class Watch:
 
 @dataclass
 class _Calls:
-    """The calls of a pod. A call is a message; its answer comes as another event."""
+    """A double of PeerRpcClient. A call is a message, and its answer comes as another event."""
 
-    sent: list[Message] = field(default_factory=list)
-    #: The answer to Drain that is handled next: generation (0: none), clean, whether a newer generation answers Info.
+    sent: list[Message] = field(default_factory=list)  #: Calls of the current event.
+    #: The answer that the next Drain gets: generation (0: no answer), clean, whether a newer generation answers Info.
     drain_answer: tuple[int, bool, bool] | None = None
-    replaced = False  # Whether a newer generation answers Info
+    replaced = False  #: Whether a newer generation answers Info.
 
     def run_on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         with contextlib.suppress(StopIteration, _Suspended):
@@ -167,11 +176,11 @@ class _Calls:
 
 @dataclass
 class _Thread:
-    """The transfer thread and its backend: commands run at once, writes are messages."""
+    """A double of the transfer thread and its backend. Commands run at once, and writes are messages."""
 
     running = True
-    sent: list[Message] = field(default_factory=list)
-    #: Writes without an end, by generation of the receiver, request and first logical block: callback and local blocks.
+    sent: list[Message] = field(default_factory=list)  #: Writes and notifications of the current event.
+    #: Callback and local blocks of each pending write, by generation of the receiver, request and first logical block.
     pending: dict[tuple[int, int, int], tuple[Callable[[str | None], None], tuple[int, ...]]] = field(
         default_factory=dict
     )
@@ -210,7 +219,7 @@ class _Thread:
 
 @dataclass(eq=False)
 class WatchedPin:
-    """A pin of the block pool. It records a second release of a block and every error."""
+    """A pin of the block pool. A second release of a block, or an error, is a fault of the pod."""
 
     pod: Pod
     pin: Any
@@ -234,18 +243,18 @@ class WatchedPin:
 
 
 class Pod:
-    """What both pods have: a block pool, the recorded messages, and the invariants of the pool."""
+    """The common part of both pods: a block pool, the messages of the last event, and the pool's invariants."""
 
     def __init__(self, product: Product, bounds: Bounds, generation: int) -> None:
         self.product, self.bounds, self.generation = product, bounds, generation
         self.pool = product.BlockPool(bounds.blocks, 1)
         self.pool.lock = NO_LOCK
         self.calls, self.thread = _Calls(), _Thread()
-        self.faults: list[str] = []  # Violated invariants of the last event
-        self.messages: list[Message] = []  # Messages of the last event
+        self.faults: list[str] = []  #: Violated invariants of the last event.
+        self.messages: list[Message] = []  #: Messages of the last event.
 
     def apply(self, event: Event) -> None:
-        """Handles an event. Then `messages` and `faults` are those of this event."""
+        """Handles an event. Sets `messages` and `faults`."""
         self.faults, self.messages = [], []
         self.product.log.errors.clear()
         try:
@@ -259,23 +268,23 @@ class Pod:
         self.faults += self.product.log.errors
 
     def _follow_up(self) -> None:
-        """Does what usually follows an event at once."""
+        """With `coarse`: does what usually follows an event at once."""
 
     def _collect(self) -> None:
-        """Moves what the event sent into `messages`, and checks invariants."""
+        """Moves the calls, writes and notifications of the event into `messages`, and checks invariants."""
 
     def _lease(self) -> Any:
-        """Returns the blocks of a request; None if too few are free.
+        """Returns the lease of a new request; None if too few blocks are free.
 
-        The blocks with the lowest numbers are taken: those that other requests had before. This is the choice with
-        most conflicts, and the order in which blocks became free is then no part of the state.
+        The lease gets the free blocks with the lowest numbers, which other requests had before. That causes the most
+        conflicts. The order in which blocks became free is then no part of the state.
         """
         self.pool._free.sort(reverse=True)
         return self.pool.lease([], self.bounds.blocks_per_request)
 
 
 def first_token(request: int, sender: int) -> int:
-    """Returns the first token of a request, another one for each generation that computes it."""
+    """Returns the first token of a request. Each generation of the sender computes another one."""
     return 10 * request + sender
 
 
@@ -292,7 +301,7 @@ def leaks(pod: Pod) -> list[str]:
 
 
 def _machine(machine: Any, live: bool) -> Hashable:
-    """Freezes a machine. The clock stands still, so of its times only a passed deadline counts."""
+    """Freezes a machine. The clock stands still, so its times do not count, except that the deadline has passed."""
     times = ("deadline", "_last_tick", "_next_drain", "_drain_wait", "_next_call", "_call_wait", "_opening_since")
     fields = {name: value for name, value in vars(machine).items() if name not in (*times, "delivered")}
     fields["late"] = live and machine.deadline <= NOW
@@ -306,8 +315,8 @@ def _transfer(transfer: Any) -> Hashable:
     if transfer.sender._table.get(transfer.key) is not transfer:
         return "over"
     connection = frozen(transfer.connection)
-    around = (outcome, connection, frozenset(transfer.pins), bool(transfer.drains))
-    return transfer.key, _machine(machine, not machine.ended), *around
+    others = (outcome, connection, frozenset(transfer.pins), bool(transfer.drains))
+    return transfer.key, _machine(machine, not machine.ended), *others
 
 
 def _incoming(entry: Any) -> Hashable:

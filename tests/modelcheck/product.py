@@ -1,7 +1,8 @@
-"""The product's modules as the explorer runs them: read from their files, on request with one line removed.
+"""Loads the product's modules for the explorer, if wanted without one of their lines.
 
-The modules are made anew and are not registered, so the rest of the process keeps its own. Time limits are shortened:
-the clock of the model stands still, and a stored time that is moved into the past makes a timer fire.
+`load` executes each file in a new module object. sys.modules gets its former modules back, so the rest of the process
+does not see the new ones. Time limits are shortened because the clock of the model stands still: the model fires a
+timer by moving a stored time into the past.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Modules under test, a module after those that it imports.
+#: Modules under test. Each stands behind the modules that it imports.
 MODULES = (
     "engine.kv.blocks",
     "kv_transfer.receiver.state_machine",
@@ -25,7 +26,7 @@ MODULES = (
     "kv_transfer.sender.transfers",
     "kv_transfer.servicer",
 )
-#: Constants by module. Retries and waits are due at once. The grace is one tick: the machines count all ticks alike.
+#: Values of constants, by module. Retries and waits are due at once. The grace is one tick long.
 CONSTANTS: dict[str, dict[str, object]] = {
     "kv_transfer.receiver.state_machine": {"GRACE_S": 0.25, "_DRAIN_RETRY_S": (0.0, 0.0)},
     "kv_transfer.sender.state_machine": {
@@ -40,12 +41,12 @@ CONSTANTS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """One line of a product file that is removed."""
+    """Removes one line of a product file."""
 
-    module: str
-    function: str  # Name of the function that holds the line
-    line: str  # The line, without indentation
-    nth: int = 0  # Which of the equal lines of the function
+    module: str  #: One of MODULES.
+    function: str  #: Name of the function that holds the line.
+    line: str  #: The line, without indentation.
+    nth: int = 0  #: Number of the line among equal lines of the function, from 0.
 
     def apply(self, source: str) -> str:
         """Returns the source without the line. `pass` takes its place, because a block may not be empty.
@@ -69,10 +70,10 @@ class Removal:
         raise ValueError(f"{self.module}.{self.function} has no line {self.line!r}: choose another one")
 
 
-class Swallowed:
-    """Logger of the modules. It keeps errors that the product logs and does not raise."""
+class ErrorLog:
+    """The logger of the loaded modules. It records exceptions that the product logs and does not raise."""
 
-    SHARED = True  # Copies of a pod have the same logger
+    SHARED = True  #: Copies of a pod share the logger (snapshot.clone).
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -87,7 +88,7 @@ class Swallowed:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The names that the model uses, from freshly made modules."""
+    """The classes that the model uses, from newly loaded modules."""
 
     BlockPool: Any
     ReceiverMachine: Any
@@ -98,12 +99,12 @@ class Product:
     TransferSender: Any
     WriteLimits: Any
     TransferServicer: Any
-    log: Swallowed
+    log: ErrorLog
 
 
 @contextmanager
 def _own_modules() -> Iterator[None]:
-    """Gives the process its own modules back at the end of the scope."""
+    """Gives sys.modules its former modules back at the end of the scope."""
     before = {name: sys.modules.get(name) for name in MODULES}
     try:
         yield
@@ -116,8 +117,8 @@ def _own_modules() -> Iterator[None]:
 
 
 def load(removal: Removal | None = None) -> Product:
-    """Makes the modules, without the removed line if one is given. Raises ValueError if the line does not exist."""
-    log, names = Swallowed(), dict[str, Any]()
+    """Loads the modules, without the line that `removal` names. Raises ValueError if the line does not exist."""
+    log, names = ErrorLog(), dict[str, Any]()
     with _own_modules():
         for name in MODULES:
             path = ROOT / f"{name.replace('.', '/')}.py"

@@ -1,4 +1,4 @@
-"""The decode pod of the model."""
+"""The decode pod of the model. It receives KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.errors import BatonError, UnknownTransfer
 from common.pb import transfer_pb2
 from common.types import KvTarget
 from kv_transfer.messages import Commit, RangeWritten, Writer
-from kv_transfer.peers.connections import agent_name
+from kv_transfer.peers.connection import agent_name
 from tests.modelcheck.pods import (
     FINGERPRINT,
     IGNORED,
@@ -41,21 +41,22 @@ HandOff = Literal["reserved", "running", "ended"]
 
 @dataclass(eq=False, slots=True)
 class ReceivedRequest:
-    """What the decode service keeps for a request."""
+    """One request on the decode pod."""
 
     lease: Any
     pin: WatchedPin
     machine: Any
     state: HandOff = "reserved"
-    release_due: bool = False  # The transfer thread has not been told of the request's end
-    ended: bool = False  # The transfer called back
-    draining: bool = False  # A Drain call has no answer
+    release_due: bool = False  #: The request has ended, and the transfer thread has not heard of it.
+    ended: bool = False  #: The transfer has called on_ready or on_failed.
+    draining: bool = False  #: A Drain call waits for its answer.
 
 
 class ReceiverPod(Pod):
-    """A decode pod: the real TransferReceiver with its machines, the check of generations, and a pool that is written.
+    """A decode pod: the real TransferReceiver with its state machines, the check of generations, and a block pool.
 
-    `content` holds for each block under a writer's pin the request, logical block and generation that wrote it.
+    `content` says for each block what the last write put there: request, logical block and the sender's generation.
+    None for a block without a writer's pin.
     """
 
     def __init__(self, product: Product, bounds: Bounds, generation: int) -> None:
@@ -71,8 +72,8 @@ class ReceiverPod(Pod):
         )
         self.requests: dict[int, ReceivedRequest] = {}
         self.content: list[tuple[int, int, int] | None] = [None] * bounds.blocks
-        self.commits: list[tuple[Future[float], int, int]] = []  # Answer, request, generation of the sender
-        self.newest = 0  # Newest generation of the sender that shook hands
+        self.commits: list[tuple[Future[float], int, int]] = []  #: Answer, request, generation of the sender.
+        self.newest = 0  #: Newest generation of the sender that shook hands.
 
     # -- events -------------------------------------------------------------------------------------------------------
     def reserve(self, request: int) -> None:
@@ -126,7 +127,7 @@ class ReceiverPod(Pod):
         self.table.add_peer(agent_name(_info(sender)), b"")
 
     def on_open(self, request: int, receiver: int, sender: int, watch: bool) -> None:
-        """watch: the sender's process can be watched now."""
+        """Handles an Open call. watch: this pod can see the end of the sender's process."""
         before, error, agent = self._guarded_state(sender), "", agent_name(_info(sender))
         writer = Writer(SENDER, sender, agent, "sender:1")
         try:
@@ -157,7 +158,7 @@ class ReceiverPod(Pod):
         self.table.on_notification(agent_name(_info(sender)), message)
 
     def on_bytes(self, request: int, sender: int, first: int, remote: tuple[int, ...]) -> None:
-        """The bytes of a write reach the pool."""
+        """The bytes of a write reach the pool. A block that the transfer does not own is a fault."""
         received = self.requests.get(request)
         for logical, block in enumerate(remote, first):
             if received is None or block not in received.pin.pinned:
@@ -167,7 +168,14 @@ class ReceiverPod(Pod):
             self.content[block] = request, logical, sender
 
     def drain_answer(self, request: int, writer: int, answering: int, clean: bool, replaced: bool) -> None:
-        """answering: the generation that answered, 0 for none. replaced: a newer generation answers Info."""
+        """Handles an answer to Drain.
+
+        Args:
+            writer: the generation that was asked.
+            answering: the generation that answered; 0 for no answer.
+            clean: every write of the transfer succeeded.
+            replaced: a newer generation answers Info.
+        """
         received = self.requests.get(request)
         of = transfer_id(request, self.generation)
         entry = self.table._table.get(of)
@@ -183,7 +191,7 @@ class ReceiverPod(Pod):
             self.faults.append(f"generation {answering} answers Drain for {writer}, and the quarantine changes")
 
     def abort(self, request: int) -> None:
-        """The client left. The lease ends now; the transfer thread hears of it later."""
+        """The client left. The lease ends now, and the transfer thread hears of that later."""
         received = self.requests[request]
         received.release_due = received.state == "reserved"
         received.state = "ended"
@@ -196,7 +204,7 @@ class ReceiverPod(Pod):
         self.table.release(transfer_id(request, self.generation))
 
     def finish(self, request: int) -> None:
-        """The last token is decoded."""
+        """The engine has computed the last token."""
         self.requests[request].state = "ended"
         self.requests[request].lease.finish("finished")
 
@@ -205,7 +213,7 @@ class ReceiverPod(Pod):
         self.table.tick(NOW)
 
     def writer_gone(self, sender: int) -> None:
-        """The watched process of the sender has ended."""
+        """The watch sees that the sender's process has ended."""
         self.table.watches[agent_name(_info(sender))].gone = True
         self.table.tick(NOW)
 
@@ -218,7 +226,7 @@ class ReceiverPod(Pod):
 
     # -- state --------------------------------------------------------------------------------------------------------
     def _guarded_state(self, sender: int) -> Hashable:
-        """Returns the state that a message of a stale generation must not change; None for the newest generation."""
+        """Returns the table, which a call of an old generation must not change; None for the newest generation."""
         return None if sender >= self.newest else frozen(self.table._table)
 
     def _require_same(self, before: Hashable, sender: int) -> None:
@@ -245,7 +253,7 @@ class ReceiverPod(Pod):
                 self.content[block] = None
 
     def state(self) -> Hashable:
-        """Returns all that the pod's behaviour follows from."""
+        """Returns everything on which the next steps of the pod depend."""
         parts = (self.table._table, self.table._committed, self.table.watches, self.requests, self.pool)
         states = (frozen(part) for part in parts)
         commits = frozenset((request, sender) for _, request, sender in self.commits)

@@ -1,4 +1,4 @@
-"""Bugs that the explorer has to find, each made by the removal of one line of a product file."""
+"""Bugs that the explorer has to find. Each bug is a product file without one of its lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.modelcheck.pods import Bounds
 from tests.modelcheck.product import Removal, load
 from tests.modelcheck.world import World
 
-#: Bounds in which a bug shows: one request, and each pod sees the end of the other's process.
+#: Bounds of most bugs: one request, and each pod sees the end of the other's process.
 SMALL = Bounds(requests=1, message_faults=0, watched=True)
 _NO_RESTART = replace(SMALL, sender_restarts=0, receiver_restarts=0)
 _TWO_WRITERS = replace(SMALL, failed_writes=0, receiver_restarts=0, odd_prefills=True)
@@ -17,10 +17,10 @@ _TWO_WRITERS = replace(SMALL, failed_writes=0, receiver_restarts=0, odd_prefills
 
 @dataclass(frozen=True, slots=True)
 class SeededBug:
-    """A removed line, and what the explorer says about it."""
+    """A removed line, and the violation that it causes."""
 
     removal: Removal
-    expected: str  # Part of the violation
+    expected: str  #: Part of the violation's text.
     bounds: Bounds = SMALL
 
     def explore(self) -> Result:
@@ -28,7 +28,7 @@ class SeededBug:
         return explore(World(load(self.removal), self.bounds))
 
     def is_found(self, result: Result) -> bool:
-        """Returns whether the exploration found this bug, and nothing else."""
+        """Returns whether the violation is the expected one."""
         return result.violation is not None and self.expected in result.violation.what
 
 
@@ -58,7 +58,7 @@ SEEDED_BUGS = {
     "quarantine skipped": SeededBug(Removal(_RECEIVER, "drained", "return self.writer_ended(now)"), _NOT_OWNED),
 }
 
-#: Further bugs: the other guard against stale generations, and bugs against progress and single ends.
+#: Further bugs: against the other guard of generations, against progress, and against ending a transfer once.
 MORE_BUGS = {
     "a stale generation's Open accepted": SeededBug(
         Removal("kv_transfer.servicer", "_writer", _REFUSAL), "changes a transfer after 2 shook hands", _TWO_WRITERS

@@ -1,4 +1,4 @@
-"""The prefill pod of the model."""
+"""The prefill pod of the model. It sends KV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import BatonError, Unavailable, UnknownTransfer
 from common.types import KvTarget
-from kv_transfer.peers.connections import PeerConnection
+from kv_transfer.peers.connection import PeerConnection
 from tests.modelcheck.pods import (
     CONNECTOR,
     FINGERPRINT,
@@ -33,7 +33,7 @@ from tests.modelcheck.pods import (
 )
 from tests.modelcheck.product import Product
 
-#: Outcome of a call on the wire -> the error that its caller gets.
+#: Error in the message of an answer -> the exception that the caller gets.
 _CALL_ERRORS: dict[str, BatonError] = {
     "unavailable": Unavailable("no answer"),
     "unknown": UnknownTransfer("the transfer is unknown"),
@@ -43,16 +43,16 @@ _CALL_ERRORS: dict[str, BatonError] = {
 
 @dataclass(eq=False, slots=True)
 class SentRequest:
-    """What the prefill service keeps for a request."""
+    """One request on the prefill pod."""
 
     transfer: Any
     lease: Any
-    pushed: int = 0
-    calling: str = ""  # The call without an answer
+    pushed: int = 0  #: Blocks that are computed and pushed.
+    calling: str = ""  #: The call that waits for its answer: "open", "commit", or "" for none.
 
 
 class SenderPod(Pod):
-    """A prefill pod: the real TransferSender with its machines, and a pool whose blocks are computed and sent."""
+    """A prefill pod: the real TransferSender with its state machines, and a block pool."""
 
     def __init__(self, product: Product, bounds: Bounds, generation: int) -> None:
         super().__init__(product, bounds, generation)
@@ -64,8 +64,8 @@ class SenderPod(Pod):
             commit_notifications=False,
         )
         self.requests: dict[int, SentRequest] = {}
-        self.connections: dict[int, PeerConnection] = {}  # By generation of the receiver
-        self.drains: list[tuple[Future[bool], int, int, int]] = []  # Answer, request, both generations
+        self.connections: dict[int, PeerConnection] = {}  #: By generation of the receiver.
+        self.drains: list[tuple[Future[bool], int, int, int]] = []  #: Answer, request, receiver, sender.
 
     # -- events -------------------------------------------------------------------------------------------------------
     def start(self, request: int, receiver: int, remote: tuple[int, ...]) -> None:
@@ -96,7 +96,7 @@ class SenderPod(Pod):
         self.table.fail(self.requests[request].transfer, Unavailable("no connection"))
 
     def push(self, request: int) -> None:
-        """The next block is computed; after the last one the first token exists, and the engine ends the lease."""
+        """The engine has computed the next block. With the last one it gives the first token and ends the lease."""
         sent = self.requests[request]
         first = sent.pushed
         self.table._pushes = 8 * request + first
@@ -144,7 +144,7 @@ class SenderPod(Pod):
         self.table.tick(NOW)
 
     def peer_gone(self, receiver: int) -> None:
-        """The end of the receiver's process is proven."""
+        """The receiver's process is proven to have ended."""
         connection = self.connections[receiver]
         connection.process_ended = connection.broken = True
         self.table.tick(NOW)
@@ -183,7 +183,7 @@ class SenderPod(Pod):
                 self.faults.append(f"a write reads {of} from block {unpinned[0]}, which has no pin")
 
     def state(self) -> Hashable:
-        """Returns all that the pod's behaviour follows from."""
+        """Returns everything on which the next steps of the pod depend."""
         parts = (self.table._table, self.table._over, self.requests, self.connections, self.pool)
         drains = frozenset((request, receiver, writer) for _, request, receiver, writer in self.drains)
         return (

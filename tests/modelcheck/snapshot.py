@@ -1,6 +1,6 @@
-"""Copies of live objects, and their states as values that can be compared.
+"""Copies live objects (`clone`) and turns their states into hashable values (`freeze`).
 
-Both walk over the fields that an object has, so a new field of a product class is a part of the state by itself.
+Both functions walk over all fields of an object, so a new field of a product class needs no change here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-#: Classes of objects that do not change. No number that a count gives is part of a state.
+#: Classes of objects that do not change. A copy may share an itertools.count, because no state contains its numbers.
 _ATOMS = (str, bytes, int, float, enum.Enum, type, types.BuiltinFunctionType, BaseException, Message, itertools.count)
 
 
 @cache
 def _is_atom(kind: type) -> bool:
-    """Returns whether objects of this class do not change."""
+    """Returns whether copies may share objects of this class: they do not change, or the class has `SHARED`."""
     frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     return kind is type(None) or issubclass(kind, _ATOMS) or frozen or hasattr(kind, "SHARED")
 
@@ -43,9 +43,10 @@ def _fields(thing: object) -> dict[str, Any]:
 
 
 def clone(thing: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Returns a copy that shares only immutable parts with `thing`, also of futures, closures and bound methods.
+    """Returns a deep copy that shares only atoms with `thing`. It also copies futures, closures and bound methods.
 
-    Raises TypeError for an object whose parts are not known.
+    memo: copies so far, by the id of the original.
+    Raises TypeError for an object without fields that is of no known class.
     """
     memo = {} if memo is None else memo
     kind = type(thing)
@@ -107,8 +108,8 @@ def _copy_outcome(source: Future[Any], target: Future[Any]) -> None:
 def freeze(thing: Any, special: Mapping[str, Callable[[Any], Hashable]]) -> Hashable:
     """Returns the state of an object as a hashable value.
 
-    Sets and dicts are compared without their order, futures by their state.
-    special: functions that freeze the objects of a class, by the name of the class.
+    The order of sets and dicts does not count. A future counts as pending, done or failed.
+    special: functions that freeze objects of one class, by the name of the class.
     """
     kind = type(thing)
     if kind in (tuple, list, deque):

@@ -1,18 +1,16 @@
-"""Both pods, the network between them, and every step that they can take next.
+"""The world of the model: a prefill pod (sender), a decode pod (receiver), their network, and all possible next steps.
 
-Real: the state machines, tables and block pools of both pods, and the check of generations (`product.MODULES`).
-Replaced: the network (a set of messages, which may be lost, late, doubled and in any order), the clock (it stands
-still, and any timer may fire at any step), the transfer thread and event loops (one command at a time), handshake and
-probe (one step), signatures, engine and gateway (they reserve, push, abort and finish at any time; a prompt may be sent
-to both generations of the prefill pod).
+- Real code: state machines, tables and block pools of both pods, and the check of generations (`product.MODULES`).
+- Network: a set of messages. They arrive in any order; some are lost, late or doubled.
+- Clock: it stands still. Any timer may fire at any step.
+- Transfer thread and event loops: they run one command at a time. Handshake and probe are one step.
+- Engine and gateway: they reserve, push, abort and finish at any time.
 
-Bounds: two requests, because a block changes its owner between two; three blocks, so that the second request has to
-take a block of the first; two blocks for each, so that ranges and pushes can overtake each other. One request alone
-meets one restart of each pod, so that messages of an old generation meet a new one, one message fault and one failed
-write, each at any time. A write that failed, or whose process is gone, lands before the grace has passed: the product
-rests on this.
+Two requests show a block that changes its owner. With three blocks in a pool, the second request must take a block of
+the first. With two blocks in a request, ranges and pushes overtake each other. One assumption is not checked: a write
+lands before the grace ends if it has failed or if its process is gone.
 
-A state is four numbers. A step of a pod is computed once by the real code for each pair of state and event.
+A state is four numbers. The real code computes each pair of pod state and event once.
 """
 
 from __future__ import annotations
@@ -27,51 +25,55 @@ from tests.modelcheck.receiver_pod import ReceiverPod
 from tests.modelcheck.sender_pod import SenderPod
 from tests.modelcheck.snapshot import clone
 
-#: The whole bounds, by name; benchmarks/reliability/modelcheck.py explores them. One request has a restart of each pod
-#: and all faults. Two requests take coarse steps and have no faults and restarts: all together are too many states.
+#: The whole bounds, by name; benchmarks/reliability/modelcheck.py explores them. The explorations of one request have a
+#: restart of each pod, and the first one has all faults. Two requests take coarse steps, without faults and restarts,
+#: because all of it together has too many states.
 FULL = {
     "one request, ends of processes are seen": Bounds(requests=1, watched=True),
     "one request, restarts only": Bounds(requests=1, message_faults=0, failed_writes=0),
     "two requests": Bounds(coarse=True, message_faults=0, failed_writes=0, sender_restarts=0, receiver_restarts=0),
 }
-DOWN = -1  # Number of the state of a pod that does not run
+DOWN = -1  #: Number of the state of a pod that does not run.
 
-State = tuple[int, int, int, int]  # Numbers of the states of sender, receiver, network, environment
+State = tuple[int, int, int, int]  #: Numbers of the states of sender, receiver, network, environment.
 T = TypeVar("T", bound=Hashable)
 
 
 class Environment(NamedTuple):
-    """Processes, faults that are left, and the KV targets that the gateway knows."""
+    """Both processes, the number of faults that are left, and the KV targets that the gateway knows."""
 
-    sender: int = 1  # Newest generation of the sender
-    sender_up: bool = True
-    sender_exiting: bool = False  # A killed process of the sender has not ended: the grace does not bound its writes
-    receiver: int = 1
-    receiver_up: bool = True
-    message_faults: int = 0
-    failed_writes: int = 0
-    targets: tuple[tuple[int, tuple[int, ...]] | None, ...] = ()  # By request: the receiver's generation and the blocks
+    sender: int = 1  #: Newest generation of the sender.
+    sender_up: bool = True  #: The sender's process runs.
+    sender_exiting: bool = False  #: A killed process of the sender has not ended: the grace does not bound its writes.
+    receiver: int = 1  #: Newest generation of the receiver.
+    receiver_up: bool = True  #: The receiver's process runs.
+    message_faults: int = 0  #: Message faults that are left.
+    failed_writes: int = 0  #: Failed writes that are left.
+    #: KV target of each request: the receiver's generation and the blocks. None before its reservation.
+    targets: tuple[tuple[int, tuple[int, ...]] | None, ...] = ()
 
 
 @dataclass(slots=True)
 class Step:
     """One possible step."""
 
-    label: tuple[Any, ...]
-    state: State
-    #: Order among the steps that a fair network takes without new work; 0 for all other steps.
-    fair: int = 0
-    fault: str = ""  # The violated invariant
+    label: tuple[Any, ...]  #: What happens, and to what; `describe` makes a text of it.
+    state: State  #: The state after the step.
+    #: A fair network always takes the possible step with the lowest order. 0: it never takes this step, because the
+    #: step is a fault or new work.
+    fair_order: int = 0
+    fault: str = ""  #: The invariant that the step violates; "" for none.
 
 
 class Numbers(Generic[T]):
-    """Numbers values in the order in which they come."""
+    """Gives equal values the same number, counted from 0."""
 
     def __init__(self) -> None:
         self.values: list[T] = []
         self._numbers: dict[T, int] = {}
 
     def of(self, value: T) -> int:
+        """Returns the number of a value."""
         number = self._numbers.setdefault(value, len(self.values))
         if number == len(self.values):
             self.values.append(value)
@@ -80,35 +82,36 @@ class Numbers(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a pod in one state can do next, by request or generation."""
+    """What a pod in one state can do next. Entries are numbers of requests, if nothing else is said."""
 
-    leftovers: tuple[str, ...]
-    known: frozenset[int] = frozenset()  # Requests of this process
-    connecting: tuple[tuple[int, int], ...] = ()  # Request, generation of the receiver
-    pushing: tuple[int, ...] = ()
-    live: tuple[int, ...] = ()  # Transfers that a deadline or an abort can end
-    grace: tuple[int, ...] = ()
-    peers: tuple[int, ...] = ()  # Generations of the other pod whose end would be noticed
-    waiting: tuple[Message, ...] = ()  # Answers that callers wait for
-    running: tuple[int, ...] = ()  # Requests that decode
-    reserved: tuple[int, ...] = ()
-    release_due: tuple[int, ...] = ()
+    leftovers: tuple[str, ...]  #: What has not ended, one sentence each.
+    known: frozenset[int] = frozenset()  #: All requests that this process has ever had.
+    connecting: tuple[tuple[int, int], ...] = ()  #: Request and generation of the receiver to which it connects.
+    pushing: tuple[int, ...] = ()  #: Requests with a block that is not computed yet.
+    live: tuple[int, ...] = ()  #: Transfers that a deadline or an abort can end.
+    grace: tuple[int, ...] = ()  #: Transfers whose grace runs.
+    peers: tuple[int, ...] = ()  #: Generations of the other pod whose end this pod would notice.
+    waiting: tuple[Message, ...] = ()  #: For each caller that waits: the answer that it gets when its time is over.
+    running: tuple[int, ...] = ()  #: Requests that decode.
+    reserved: tuple[int, ...] = ()  #: Requests that wait for their KV.
+    release_due: tuple[int, ...] = ()  #: Ended requests of which the transfer thread has not heard.
     #: Transfers of this process that are not over, by request and generation of the receiver.
     transfers: frozenset[tuple[int, int]] = frozenset()
-    calls: frozenset[tuple[str, int, int]] = frozenset()  # Calls without an answer: kind, request, receiver
+    calls: frozenset[tuple[str, int, int]] = frozenset()  #: Calls without an answer: kind, request, receiver.
 
 
 @dataclass
 class PodStates:
-    """The states of one pod and the steps between them, as far as they were needed."""
+    """The states of one pod that were reached, and the steps between them."""
 
     abilities_of: Callable[[Any], Abilities]
-    pods: list[Any] = field(default_factory=list)
-    abilities: list[Abilities] = field(default_factory=list)
+    pods: list[Any] = field(default_factory=list)  #: The pod in each state. It is never changed, only copied.
+    abilities: list[Abilities] = field(default_factory=list)  #: By state.
     _numbers: dict[Hashable, int] = field(default_factory=dict)
     _steps: dict[tuple[int, Event], tuple[int, tuple[Message, ...], str]] = field(default_factory=dict)
 
     def number(self, pod: Pod) -> int:
+        """Returns the number of a pod's state. A pod in a new state is kept."""
         state = pod.state()  # type: ignore[attr-defined]
         number = self._numbers.setdefault(state, len(self.pods))
         if number == len(self.pods):
@@ -117,7 +120,7 @@ class PodStates:
         return number
 
     def step(self, number: int, event: Event) -> tuple[int, tuple[Message, ...], str]:
-        """Returns the next state, the messages that the pod sends, and the violated invariant."""
+        """Returns the next state, the messages that the pod sender_can, and the violated invariant."""
         known = self._steps.get((number, event))
         if known is None:
             pod = clone(self.pods[number])
@@ -127,6 +130,7 @@ class PodStates:
 
     @property
     def num_steps(self) -> int:
+        """Steps that the real code computed."""
         return len(self._steps)
 
 
@@ -194,7 +198,7 @@ def receiver_abilities(pod: ReceiverPod) -> Abilities:
     )
 
 
-NOTHING = Abilities(())  # Of a process that does not run
+NOTHING = Abilities(())  #: The abilities of a process that does not run.
 
 
 class World:
@@ -214,6 +218,7 @@ class World:
         return self._sorted[network]
 
     def initial(self) -> State:
+        """Returns the state in which both pods run and no request has come."""
         bounds = self.bounds
         faults = {"message_faults": bounds.message_faults, "failed_writes": bounds.failed_writes}
         environment = Environment(**faults, targets=(None,) * bounds.requests)
@@ -232,24 +237,24 @@ class World:
 
     def steps(self, state: State) -> Iterator[Step]:
         """Yields every step that changes the state."""
-        return filter(None, _Choices(self, state).all())
+        return filter(None, _NextSteps(self, state).all())
 
 
-class _Choices:
-    """The steps from one state."""
+class _NextSteps:
+    """The possible steps from one state. Methods yield None for a step that changes nothing."""
 
     def __init__(self, world: World, state: State) -> None:
         self.world, self.before = world, state
         self.sender, self.receiver = state[0], state[1]
         self.network = world.networks.values[state[2]]
         self.environment = world.environments.values[state[3]]
-        self.sends = None if self.sender == DOWN else world.senders.abilities[self.sender]
-        self.receives = None if self.receiver == DOWN else world.receivers.abilities[self.receiver]
+        self.sender_can = None if self.sender == DOWN else world.senders.abilities[self.sender]
+        self.receiver_can = None if self.receiver == DOWN else world.receivers.abilities[self.receiver]
 
     def _step(
         self,
         label: tuple[Any, ...],
-        fair: int = 0,
+        fair_order: int = 0,
         *,
         sender: Event | None = None,
         receiver: Event | None = None,
@@ -257,9 +262,13 @@ class _Choices:
         put: tuple[Message, ...] = (),
         environment: Environment | None = None,
     ) -> Step | None:
-        """Returns the step in which the pods handle the events and the network loses and gains messages.
+        """Returns one step, or None if it changes nothing.
 
-        Returns None if nothing changes.
+        Args:
+            sender, receiver: event that this pod handles.
+            take: message that leaves the network.
+            put: messages that enter the network, besides those that the pods send.
+            environment: the environment after the step; None if it stays.
         """
         world, sent = self.world, put
         next_sender, next_receiver, fault = self.sender, self.receiver, ""
@@ -281,33 +290,34 @@ class _Choices:
             else:
                 network = network.union((message,))
         next_state = self._state(next_sender, next_receiver, network, after)
-        return Step(label, next_state, fair, fault) if fault or next_state != self.before else None
+        return Step(label, next_state, fair_order, fault) if fault or next_state != self.before else None
 
-    def _state(self, sender: int, receiver: int, network: frozenset[Message], around: Environment) -> State:
-        """Returns a state without the messages that no process would notice any more."""
+    def _state(self, sender: int, receiver: int, network: frozenset[Message], environment: Environment) -> State:
+        """Returns the numbers of a state. Messages that no process would notice are left out of the network."""
         world = self.world
-        sends = NOTHING if sender == DOWN else world.senders.abilities[sender]
-        receives = NOTHING if receiver == DOWN else world.receivers.abilities[receiver]
-        useless = [message for message in network if not _matters(message, around, sends, receives)]
+        sender_can = NOTHING if sender == DOWN else world.senders.abilities[sender]
+        receiver_can = NOTHING if receiver == DOWN else world.receivers.abilities[receiver]
+        useless = [message for message in network if not _matters(message, environment, sender_can, receiver_can)]
         left = network.difference(useless) if useless else network
-        return sender, receiver, world.networks.of(left), world.environments.of(around)
+        return sender, receiver, world.networks.of(left), world.environments.of(environment)
 
     def _faulty(self, label: tuple[Any, ...], **change: Any) -> Step | None:
-        """Returns a step that uses up one message fault."""
+        """Returns a step that is a message fault; None if no message faults are left."""
         left = self.environment.message_faults
         if not left:
             return None
         step = self._step(label, environment=self.environment._replace(message_faults=left - 1), **change)
-        # A fault without an effect only uses up the faults that are left: no state beyond it is missed.
+        # A fault without an effect only lowers the number of faults that are left, so its followers need no visit.
         return None if step is not None and not step.fault and step.state[:3] == self.before[:3] else step
 
     def all(self) -> Iterator[Step | None]:
+        """Yields all steps."""
         for message in self.world.sorted_messages(self.before[2]):
             yield from self._write(message) if message[0] == "write" else self._message(message)
-        if self.sends is not None:
-            yield from self._sender(self.sends)
-        if self.receives is not None:
-            yield from self._receiver(self.receives)
+        if self.sender_can is not None:
+            yield from self._sender(self.sender_can)
+        if self.receiver_can is not None:
+            yield from self._receiver(self.receiver_can)
         yield from self._processes()
 
     # -- network ------------------------------------------------------------------------------------------------------
@@ -325,25 +335,25 @@ class _Choices:
 
     def _deliver(self, message: Message, *, take: Message | None = None, duplicate: bool = False) -> Step | None:
         kind, request, receiver, sender, *more = message
-        around = self.environment
+        environment = self.environment
         events: dict[str, Any] = {}
         if kind in ("open", "commit"):
-            if not around.receiver_up:
-                events["put"] = _failed(message, around)
+            if not environment.receiver_up:
+                events["put"] = _failed(message, environment)
             elif kind == "open":
-                watch = self.world.bounds.watched and around.sender_up and around.sender == sender
+                watch = self.world.bounds.watched and environment.sender_up and environment.sender == sender
                 events["receiver"] = ("on_open", request, receiver, sender, watch)
             else:
                 events["receiver"] = ("on_commit", request, receiver, sender)
         elif kind == "drain":
-            if around.sender_up:
+            if environment.sender_up:
                 events["sender"] = ("drain", request, receiver, sender)
             else:
-                events["put"] = _failed(message, around)
+                events["put"] = _failed(message, environment)
         elif kind in ("opened", "committed"):
             events["sender"] = (kind, request, receiver, *more)
         elif kind == "drained":
-            replaced = around.sender_up and around.sender > sender
+            replaced = environment.sender_up and environment.sender > sender
             events["receiver"] = ("drain_answer", request, sender, *more, replaced)
         else:
             events["receiver"] = ("on_range", request, receiver, sender, *more)
@@ -378,13 +388,13 @@ class _Choices:
 
     # -- pods ---------------------------------------------------------------------------------------------------------
     def _sender(self, can: Abilities) -> Iterator[Step | None]:
-        around = self.environment
-        for request, target in enumerate(around.targets):
+        environment = self.environment
+        for request, target in enumerate(environment.targets):
             if target is not None and request not in can.known:
                 yield self._start(request, *target)
         for request, receiver in can.connecting:
-            if around.receiver_up and around.receiver == receiver:
-                events = {"sender": ("connected", request, receiver), "receiver": ("handshake", around.sender)}
+            if environment.receiver_up and environment.receiver == receiver:
+                events = {"sender": ("connected", request, receiver), "receiver": ("handshake", environment.sender)}
                 yield self._step(("connect", request), **events)
             else:
                 yield self._step(("no connection", request), sender=("connect_failed", request))
@@ -395,8 +405,8 @@ class _Choices:
             yield self._step(("sender's deadline", request), 8, sender=("deadline", request))
             yield self._step(("sender's abort", request), sender=("abort", request))
         for receiver in can.peers:
-            ended = receiver < around.receiver or not around.receiver_up
-            if ended and (self.world.bounds.watched or around.receiver_up):
+            ended = receiver < environment.receiver or not environment.receiver_up
+            if ended and (self.world.bounds.watched or environment.receiver_up):
                 yield self._step(("proof for sender", receiver), 7, sender=("peer_gone", receiver))
         for request in can.grace:
             yield self._step(("sender's grace", request), 9, sender=("grace", request))
@@ -405,25 +415,25 @@ class _Choices:
         yield self._step(("sender's timers",), 10, sender=("tick",))
 
     def _start(self, request: int, receiver: int, blocks: tuple[int, ...]) -> Step | None:
-        """The prompt is sent to the prefill pod. Without odd prefills this happens once, and takes the blocks away."""
-        around, bounds, change = self.environment, self.world.bounds, dict[str, Any]()
-        target_lives = self.receives is not None and around.receiver == receiver
+        """The gateway sends the prompt to the prefill pod. Without `odd_prefills` it does that once per KV target."""
+        environment, bounds, change = self.environment, self.world.bounds, dict[str, Any]()
+        target_lives = self.receiver_can is not None and environment.receiver == receiver
         if not bounds.odd_prefills:
-            ended = self.receives is not None and target_lives and request not in self.receives.reserved
+            ended = self.receiver_can is not None and target_lives and request not in self.receiver_can.reserved
             if not blocks or ended:
                 return None
-            targets = (*around.targets[:request], (receiver, ()), *around.targets[request + 1 :])
-            change["environment"] = around._replace(targets=targets)
+            targets = (*environment.targets[:request], (receiver, ()), *environment.targets[request + 1 :])
+            change["environment"] = environment._replace(targets=targets)
         if bounds.coarse:
             if not target_lives:
                 return None  # the transfer would end at once
-            change["receiver"] = ("handshake", around.sender)
+            change["receiver"] = ("handshake", environment.sender)
         step = self._step(("start", request), sender=("start", request, receiver, blocks), **change)
         return None if step is not None and step.state[0] == self.sender and not step.fault else step
 
     def _receiver(self, can: Abilities) -> Iterator[Step | None]:
-        around = self.environment
-        for request, target in enumerate(around.targets):
+        environment = self.environment
+        for request, target in enumerate(environment.targets):
             if target is None:  # requests are numbered in the order of their reservations
                 yield self._step(("reserve", request), receiver=("reserve", request))
                 break
@@ -436,7 +446,7 @@ class _Choices:
         for request in can.live:
             yield self._step(("receiver's deadline", request), 8, receiver=("deadline", request))
         for sender in can.peers:
-            if (sender < around.sender or not around.sender_up) and not around.sender_exiting:
+            if (sender < environment.sender or not environment.sender_up) and not environment.sender_exiting:
                 yield self._step(("proof for receiver", sender), 7, receiver=("writer_gone", sender))
         for request in can.grace:
             yield self._grace(request)
@@ -445,7 +455,7 @@ class _Choices:
         yield self._step(("receiver's timers",), 10, receiver=("tick",))
 
     def _grace(self, request: int) -> Step | None:
-        """The grace passes: a write that failed, or of a process that is gone, has landed by now or never does."""
+        """The grace ends. A write that failed, or whose process is gone, has landed by now or never lands."""
         late = {m for m in self.network if m[:3] == ("write", request, self.environment.receiver) and m[-1] == "late"}
         receiver, sent, fault = self.world.receivers.step(self.receiver, ("grace", request))
         network = self.network.difference(late).union(sent)
@@ -454,26 +464,26 @@ class _Choices:
 
     # -- processes ----------------------------------------------------------------------------------------------------
     def _processes(self) -> Iterator[Step | None]:
-        around, bounds = self.environment, self.world.bounds
-        if around.sender_up and around.sender <= bounds.sender_restarts:
+        environment, bounds = self.environment, self.world.bounds
+        if environment.sender_up and environment.sender <= bounds.sender_restarts:
             yield self._kill_sender()
-        if around.receiver_up and around.receiver <= bounds.receiver_restarts:
+        if environment.receiver_up and environment.receiver <= bounds.receiver_restarts:
             yield self._kill_receiver()
-        if around.sender_exiting:
+        if environment.sender_exiting:
             yield self._exit()
-        if not around.sender_up:
-            after = around._replace(sender=around.sender + 1, sender_up=True)
+        if not environment.sender_up:
+            after = environment._replace(sender=environment.sender + 1, sender_up=True)
             pod = self.world.senders.number(SenderPod(self.world.product, bounds, after.sender))
             yield self._change(("sender starts", after.sender), 6, after, self.network, sender=pod)
-        if not around.receiver_up:
-            after = around._replace(receiver=around.receiver + 1, receiver_up=True)
+        if not environment.receiver_up:
+            after = environment._replace(receiver=environment.receiver + 1, receiver_up=True)
             pod = self.world.receivers.number(ReceiverPod(self.world.product, bounds, after.receiver))
             yield self._change(("receiver starts", after.receiver), 6, after, self.network, receiver=pod)
 
     def _change(
         self,
         label: tuple[Any, ...],
-        fair: int,
+        fair_order: int,
         after: Environment,
         network: frozenset[Message],
         *,
@@ -481,12 +491,12 @@ class _Choices:
         receiver: int | None = None,
     ) -> Step:
         pods = self.sender if sender is None else sender, self.receiver if receiver is None else receiver
-        return Step(label, self._state(*pods, network, after), fair)
+        return Step(label, self._state(*pods, network, after), fair_order)
 
     def _kill_sender(self) -> Step:
-        """The process ends; posted writes may still land, and its calls are on their way."""
-        around, watched = self.environment, self.world.bounds.watched
-        assert self.sends is not None
+        """The process is killed. Its posted writes may still land, and its callers get their answers."""
+        environment, watched = self.environment, self.world.bounds.watched
+        assert self.sender_can is not None
         network = {
             (*message[:-1], "dying" if watched else "late")
             if message[0] == "write" and message[-1] == "posted"
@@ -494,54 +504,55 @@ class _Choices:
             for message in self.network
             if message[-1] != "landed"
         }
-        after = around._replace(sender_up=False, sender_exiting=watched)
-        label = ("sender is killed", around.sender)
-        return self._change(label, 0, after, frozenset(network.union(self.sends.waiting)), sender=DOWN)
+        after = environment._replace(sender_up=False, sender_exiting=watched)
+        label = ("sender is killed", environment.sender)
+        return self._change(label, 0, after, frozenset(network.union(self.sender_can.waiting)), sender=DOWN)
 
     def _kill_receiver(self) -> Step:
-        """The process ends, and its memory with it."""
-        assert self.receives is not None
+        """The process is killed, and its memory is gone."""
+        assert self.receiver_can is not None
         after = self.environment._replace(receiver_up=False)
         label = ("receiver is killed", after.receiver)
-        return self._change(label, 0, after, self.network.union(self.receives.waiting), receiver=DOWN)
+        return self._change(label, 0, after, self.network.union(self.receiver_can.waiting), receiver=DOWN)
 
     def _exit(self) -> Step:
-        """The kernel has ended the killed process: what is still on its way is bounded by the grace."""
+        """The kernel has ended the killed process. From now on the grace bounds its writes."""
         network = frozenset((*m[:-1], "late") if m[-1] == "dying" else m for m in self.network)
         after = self.environment._replace(sender_exiting=False)
         return self._change(("sender's process is gone", after.sender), 6, after, network)
 
 
-def _matters(message: Message, around: Environment, sends: Abilities, receives: Abilities) -> bool:
+def _matters(message: Message, environment: Environment, sender_can: Abilities, receiver_can: Abilities) -> bool:
     """Returns whether a process could notice this message, now or later.
 
-    Transfer ids are never used again, so a message of a transfer that is over matters only if its caller waits.
+    A message of a transfer that is over matters only if a caller waits for the answer, because no transfer id is used
+    twice.
     """
     kind, request, receiver, sender, *_ = message
-    receiver_lives = around.receiver_up and around.receiver == receiver
-    sender_lives = around.sender_up and around.sender == sender
+    receiver_lives = environment.receiver_up and environment.receiver == receiver
+    sender_lives = environment.sender_up and environment.sender == sender
     transfer = (request, receiver)
     match kind:
         case "opened" | "committed":
-            return sender_lives and (_CALLS[kind], *transfer) in sends.calls
+            return sender_lives and (_CALLS[kind], *transfer) in sender_can.calls
         case "drained":
-            return receiver_lives and ("drain", *transfer) in receives.calls
+            return receiver_lives and ("drain", *transfer) in receiver_can.calls
         case "range":
-            return receiver_lives and transfer in receives.transfers
+            return receiver_lives and transfer in receiver_can.transfers
         case "open" | "commit":
-            waiting = sender_lives and (kind, *transfer) in sends.calls
-            return waiting or (receiver_lives and transfer in receives.transfers)
+            waiting = sender_lives and (kind, *transfer) in sender_can.calls
+            return waiting or (receiver_lives and transfer in receiver_can.transfers)
         case "drain":
-            waiting = receiver_lives and ("drain", *transfer) in receives.calls
-            return waiting or transfer in sends.transfers or request not in sends.known
+            waiting = receiver_lives and ("drain", *transfer) in receiver_can.calls
+            return waiting or transfer in sender_can.transfers or request not in sender_can.known
     return receiver_lives or message[-1] in ("posted", "landed")
 
 
-_CALLS = {"opened": "open", "committed": "commit"}  # Answer -> call
+_CALLS = {"opened": "open", "committed": "commit"}  #: Answer -> call.
 
 
-def _failed(message: Message, around: Environment) -> tuple[Message, ...]:
-    """Returns the error that the caller gets when its call, or the answer, is lost or late."""
+def _failed(message: Message, environment: Environment) -> tuple[Message, ...]:
+    """Returns the answer that a caller gets when its call, or the answer to it, is lost or late."""
     kind, request, receiver, sender, *_ = message
     if kind in ("open", "opened"):
         return (("opened", request, receiver, sender, "unavailable"),)

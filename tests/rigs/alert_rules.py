@@ -1,4 +1,4 @@
-"""The rules of k8s/components/monitoring, parsed."""
+"""The parsed rules of k8s/components/monitoring."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ RULES = Path(__file__).parents[2] / "k8s/components/monitoring/rules.yaml"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. `name` is the alert, or the series that the rule records."""
+    """One rule."""
 
-    name: str
-    records: bool
-    expr: Any
-    for_s: float
+    name: str  #: The alert, or the series that the rule records.
+    records: bool  #: The rule records a series.
+    expr: Any  #: Of promql_parser.
+    for_s: float  #: Seconds for which the expression must hold before the alert fires.
 
     @classmethod
     def all(cls) -> list[Rule]:
+        """Returns all rules, in the order of the file."""
         groups = yaml.safe_load(RULES.read_text())["spec"]["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
         return [

@@ -1,4 +1,4 @@
-"""An event loop on simulated time: when nothing is ready, its clock jumps to the next timer."""
+"""An event loop on simulated time. When no task is ready, its clock jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waits for nothing: the time that it should wait is added to `now`."""
+    """A selector that never waits. It adds the time that it should wait to `now`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its `time` begins at 0."""
+    """An event loop on simulated time, which begins at 0."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()

@@ -1,7 +1,7 @@
 """Every alert fires in its scenario and not on a healthy day. promtool, if installed, must agree.
 
-A scenario is a healthy installation (one gateway, one prefill and one decode pod with GPUs) in which something goes
-wrong after BASE minutes. That the series exist is tests/integration/test_metric_names.py's to say.
+A scenario is an installation (one gateway, one prefill pod and one decode pod with GPUs) that is healthy for BASE
+minutes and then has a failure. tests/integration/test_metric_names.py checks that the series exist.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 
 STEP_S = 60.0
 DAY_S = 86_400.0
-BASE, BAD = 40, 25  # minutes
+BASE, BAD = 40, 25  #: Minutes before and after the failure.
 GATEWAY, PREFILL, DECODE = "gateway:8000", "prefill:9400", "decode:9400"
 
-# A series: its value after so many minutes, or None while it is not there.
-Shape = Callable[[int], float | None]
-World = dict[str, Shape]
+Shape = Callable[[int], float | None]  #: Returns the value of a series in a minute; None while it is absent.
+World = dict[str, Shape]  #: By series, as PromQL writes it.
 
 
 def level(value: float, later: float | None = None) -> Shape:
@@ -55,6 +54,13 @@ def appears(value: float) -> Shape:
     return lambda minute: None if minute <= BASE else value
 
 
+def tried_again(minute: int) -> float | None:
+    """A pair of pods that is down: it is forgotten after a minute, and a request tries it again a minute later."""
+    if minute <= BASE:
+        return 1.0
+    return 0.0 if minute % 2 else None
+
+
 def series(name: str, instance: str, **labels: str) -> str:
     pairs = ",".join(f'{key}="{value}"' for key, value in {"instance": instance, **labels}.items())
     return f"{name}{{{pairs}}}"
@@ -63,7 +69,7 @@ def series(name: str, instance: str, **labels: str) -> str:
 def histogram(
     name: str, instance: str, value: float, per_minute: float, later: float | None = None, **labels: str
 ) -> World:
-    """A histogram: all observations are `value`, after the failure `later`."""
+    """A histogram in which each observation is `value`, and after the failure `later`."""
     later = value if later is None else later
     world: World = {}
     for bound in (*LATENCY_BUCKETS, float("inf")):
@@ -212,7 +218,7 @@ SCENARIOS: dict[str, World] = {
     "BatonClientsLeave": {series("baton_aborts_total", GATEWAY, reason="disconnect"): counter(20, 200)},
     "BatonStuck": {series("baton_stuck_loops_total", DECODE, loop="engine"): level(0, 1)},
     "BatonTransfersFail": {series("baton_transfers_failed_total", PREFILL): counter(0.5, 12)},
-    "BatonPairDown": {series("baton_pair_usable", PREFILL, peer="decode-0"): level(1, 0)},
+    "BatonPairDown": {series("baton_pair_usable", PREFILL, peer="decode-0"): tried_again},
     "BatonTcpFallback": {series("baton_transfer_bytes_total", PREFILL, transport="tcp"): counter(0, 1e6)},
     "BatonIndexAway": {series("baton_kv_index_mode", GATEWAY, mode="redis"): level(1, 0)},
     "BatonNoPods": {series("baton_gateway_ready", GATEWAY): level(1, 0)},
@@ -265,6 +271,10 @@ HARMLESS: dict[str, World] = {
         series("baton_process_start_time_seconds", DECODE): level(1.7e9, 1.8e9),
         series("baton_preemptions_total", DECODE): lambda m: float(m if m <= BASE else m - BASE),
     },
+    "a pod that is replaced by another one": {
+        series("baton_pair_usable", PREFILL, peer="decode-0"): lambda m: None if m > BASE + 1 else float(m <= BASE),
+        series("baton_pair_usable", PREFILL, peer="decode-1"): appears(1),
+    },
     "no drafts": {
         series("baton_speculation_acceptance_length_sum", DECODE, proposer="ngram"): counter(250, 0),
         series("baton_speculation_acceptance_length_count", DECODE, proposer="ngram"): counter(100, 0),
@@ -273,7 +283,7 @@ HARMLESS: dict[str, World] = {
 
 
 def fired(world: World, *, only: str | None = None) -> set[str]:
-    """The alerts that have fired by the end; with `only`, at most this one."""
+    """Returns the alerts that fire in the world. With `only` this alert alone is evaluated, in every minute."""
     stored, since, firing = Series(), {}, set()
     rules = [rule for rule in Rule.all() if rule.records or only in (None, rule.name)]
     parsed = {text: promql_parser.parse(text) for text in world}
@@ -323,13 +333,13 @@ def test_harmless_situations_fire_no_alert(what: str) -> None:
 
 
 def values(shape: Shape) -> str:
-    """The series in the format of promtool's tests."""
+    """Returns a series in the format of promtool's tests."""
     points = [shape(minute) for minute in range(BASE + BAD + 1)]
     return " ".join("_" if point is None else repr(float(point)) for point in points)
 
 
 def promtool(tmp_path: Path, tests: list[Mapping[str, Any]]) -> str:
-    """The errors of `promtool test rules`; empty without errors."""
+    """Returns the errors of `promtool test rules`; "" without errors."""
     assert PROMTOOL is not None
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps({"groups": yaml.safe_load(RULES.read_text())["spec"]["groups"]}))

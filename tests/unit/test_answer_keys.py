@@ -1,4 +1,4 @@
-"""The book of idempotency keys, and answers with several readers: nothing is lost, mixed up or kept for too long."""
+"""KeyBook, and answers with several readers: no item is lost, no key is mixed up, and keys end in time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOMY = 1 << 30
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Clients with a few keys and two bodies. In a roomy book the model knows every outcome, in a tight one bounds."""
+    """Clients use a few keys with two bodies. The model knows every outcome, or bounds if memory is short."""
 
     @initialize(max_bytes=st.sampled_from([ROOMY, 3 * ENTRY_BYTES, 20 * ENTRY_BYTES]))
     def open(self, max_bytes: int) -> None:
@@ -36,7 +36,7 @@ class BookMachine(RuleBasedStateMachine):
         return self.max_bytes == ROOMY
 
     def known(self, scope: bytes) -> bool:
-        """The key has a running answer, or one that ended within the time to live."""
+        """Returns whether the key has a running answer, or one that ended within the time to live."""
         runs = any(entry.scope == scope for entry, _ in self.running)
         return runs or self.now < self.ended_at.get(scope, -TTL_S) + TTL_S
 
@@ -169,7 +169,7 @@ def test_an_identity_gives_the_same_seeds_and_ids_and_each_prompt_another_seed()
 
 
 async def read_all(answer: SharedAnswer[int], got: list[int], rng: random.Random) -> None:
-    """Reads with `next` and `relay` in turns."""
+    """Reads a whole answer, with `next` and `relay` in turns."""
 
     def take(item: int) -> bool:
         if rng.random() < 0.2:

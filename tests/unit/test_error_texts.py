@@ -1,4 +1,4 @@
-"""`describe`: every failure has words, with the cause behind it, and no handler builds such words by itself."""
+"""`describe` has words with the cause for every failure, and each handler of the sources uses `describe`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_failed_call_says_what_the_peer_reported_or_why_it_was_not_reached() -
     assert describe(rpc_error(grpc.StatusCode.UNAVAILABLE, "x", reported)) == "the pod is leaving"
 
 
-#: Exceptions that may have no text, or a text that names no cause.
+#: Exceptions whose text may be empty or name no cause.
 WITHOUT_WORDS = {
     *("Exception", "BaseException", "OSError", "TimeoutError", "MemoryError", "EOFError", "AssertionError", "KeyError"),
     *("REDIS_FAILURES", "RedisError", "httpx.HTTPError", "httpx.TimeoutException", "httpx.ConnectError"),
@@ -138,7 +138,7 @@ WITHOUT_WORDS = {
 
 
 def caught(kinds: ast.expr | None) -> Iterator[str]:
-    """The names of the exceptions of a handler."""
+    """Returns the names of the exceptions that a handler catches."""
     match kinds:
         case None:
             yield "BaseException"
@@ -187,7 +187,7 @@ ALLOWED = {
 
 
 def test_no_handler_reports_an_exception_by_its_text_or_class_alone() -> None:
-    """Use `describe`: the text of a TimeoutError is empty, and that of a private class names the class."""
+    """To mend a failure, use `describe`: str() of a TimeoutError is empty, and a private class has a private name."""
     found = {}
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):

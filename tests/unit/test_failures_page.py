@@ -1,6 +1,6 @@
 """The table of failures: short rows, alerts that exist and have a scenario, and metrics that these alerts read.
 
-That the metrics exist is said by tests/integration/test_metric_names.py.
+tests/integration/test_metric_names.py checks that the metrics exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = ("symptom", "cause", "Baton does", "you do", "metric", "alert")
 
 @dataclass(frozen=True)
 class Failure:
-    """One row."""
+    """One row of the table."""
 
     cells: tuple[str, ...]
 
@@ -48,7 +48,7 @@ def failures() -> list[Failure]:
 
 
 def read_by(name: str) -> set[str]:
-    """The metrics that a rule reads, also those behind recorded series."""
+    """Returns the metrics that a rule reads, directly or through a recorded series."""
     rules = {rule.name: rule for rule in Rule.all()}
     found = set()
     for selector in selectors(rules[name].expr):
@@ -77,7 +77,7 @@ def test_the_alert_of_a_failure_exists_reads_its_metric_and_is_made_to_fire(row:
 
 
 def test_every_alert_of_a_failure_is_on_the_page() -> None:
-    """Alerts of the groups `failures` and `memory`; the others are about speed."""
+    """It holds for the groups `failures` and `memory`. Alerts of other groups are about speed."""
     named = {row.alert for row in failures()}
     groups = yaml.safe_load(RULES.read_text())["spec"]["groups"]
     for group in groups:

@@ -1,4 +1,4 @@
-"""Gate under overload, on simulated time: waits, goodput, shed requests, fairness, and places that are given back."""
+"""The gate under overload, on simulated time: waits, goodput, shed requests, fairness. At the end it holds nothing."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ LIMIT_S = 10.0
 
 
 class SimulatedPods:
-    """Pods that compute prompts one after another; also the QueueForecast, whose rate is wrong by a factor."""
+    """Pods that compute prompts one after another. It is also the gate's QueueForecast, with a wrong rate."""
 
     def __init__(self, rate: float, *, wrong: float = 1.0, pods: int = 1, measured: bool = True) -> None:
-        """`rate`: prompt tokens per second of a pod. It reports `wrong` times as much."""
+        """`rate`: prompt tokens per second of a pod. The pod reports this rate times `wrong`."""
         self.rate, self.wrong, self.num_pods, self.measured = rate, wrong, pods, measured
         self.computed = 0
         self._queued = [0] * pods
@@ -55,7 +55,7 @@ class SimulatedPods:
     # -- the pods
 
     async def compute(self, tokens: int) -> None:
-        """Returns with the first token."""
+        """Computes a prompt, and returns when the first token exists."""
         pod = min(range(self.num_pods), key=lambda i: self._queued[i])
         self._queued[pod] += tokens
         try:
@@ -100,7 +100,7 @@ class Simulation:
         output_s: float = 0.0,
         patience_s: float | None = None,
     ) -> None:
-        """Sends one request; its client leaves after `patience_s`."""
+        """Sends one request. Its client leaves after `patience_s`; None: it stays."""
         loop, gate = asyncio.get_running_loop(), self.gate
         began, task, waited, entry = loop.time(), asyncio.current_task(), [], None
         assert task is not None
@@ -158,7 +158,7 @@ class Simulation:
         return Counter(outcome.kind for outcome in self.outcomes)
 
     def check_empty(self) -> None:
-        """Nothing is left in the gate."""
+        """Asserts that the gate holds no request."""
         gate = self.gate
         assert (gate._running, gate.waiting, gate._waiters) == (0, 0, {})
         assert (gate._outstanding, gate._without_room, gate._outstanding_s) == ({}, {}, 0.0)
@@ -166,7 +166,7 @@ class Simulation:
 
 
 def good_per_s(load: float, *, wrong: float, measured: bool) -> tuple[float, Simulation]:
-    """Returns the answers per second whose first token came in time; the capacity is 5 requests a second."""
+    """Returns the answers per second with a first token in time. The capacity is 5 requests a second."""
 
     async def run() -> Simulation:
         rng = random.Random(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,11 @@ from engine.models.cpu_weights import can_pack, product, quantize
 from engine.models.decoder import Decoder
 from engine.models.layers import Linear
 from engine.models.loader import open_model
+from tests.rigs.engine.bare_model import GPT2, LLAMA, bare_model
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-GPT2: dict[str, Any] = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "vocab_size": 96,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-}
-
-
-def directory(path: Path, config: dict[str, Any] = LLAMA) -> Path:
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 96}
 
 
 def int8_layer(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -85,7 +62,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 def test_an_engine_with_int8_weights_answers_like_one_without(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "threads": 1, "load_format": "dummy"}
-    exact, rounded = (LLM(directory(tmp_path), **settings, weights=weights) for weights in ("auto", "int8"))
+    exact, rounded = (LLM(bare_model(tmp_path, WIDE), **settings, weights=weights) for weights in ("auto", "int8"))
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0)
     prompts = [[(7 * i + j) % 96 for j in range(20)] for i in range(8)]
     pairs = zip(*(llm.generate(prompts, params, show_progress=False) for llm in (exact, rounded)), strict=True)
@@ -98,14 +75,14 @@ def test_an_engine_with_int8_weights_answers_like_one_without(tmp_path: Path) ->
 
 
 def test_a_shape_or_a_model_without_int8_weights_is_refused(tmp_path: Path) -> None:
-    odd = open_model(directory(tmp_path, LLAMA | {"intermediate_size": 72}), "dummy", form="int8")
+    odd = open_model(bare_model(tmp_path, WIDE | {"intermediate_size": 72}), "dummy", form="int8")
     with pytest.raises(ConfigError, match=r"weights int8: mlp.down_proj has 72 inputs, which 16 does not divide") as e:
         odd.load(64, CPU, torch.float32)
     assert e.value.field == "weights"
     with pytest.raises(ConfigError, match=r"weights int8: .* is computed by transformers"):
-        open_model(directory(tmp_path, GPT2), "dummy", form="int8").load(64, CPU, torch.float32)
+        open_model(bare_model(tmp_path, GPT2), "dummy", form="int8").load(64, CPU, torch.float32)
     with pytest.raises(ConfigError, match="weights int8 cannot be combined with tensor_parallel_size 2"):
-        LLM(directory(tmp_path), load_format="dummy", device="cpu", weights="int8", tensor_parallel_size=2)
+        LLM(bare_model(tmp_path, WIDE), load_format="dummy", device="cpu", weights="int8", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,8 +90,8 @@ def test_a_shape_or_a_model_without_int8_weights_is_refused(tmp_path: Path) -> N
 def test_packed_weights_give_the_same_products(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     if not can_pack(dtype):
         pytest.skip("this torch has no packed products")
-    config = LLAMA | {"tie_word_embeddings": tied, "attention_bias": True}
-    plain, packed = (open_model(directory(tmp_path, config), "dummy").load(64, CPU, dtype) for _ in range(2))
+    config = WIDE | {"tie_word_embeddings": tied, "attention_bias": True}
+    plain, packed = (open_model(bare_model(tmp_path, config), "dummy").load(64, CPU, dtype) for _ in range(2))
     assert isinstance(plain, Decoder)
     assert isinstance(packed, Decoder)
     packed.pack(keep_head=False)

@@ -24,35 +24,10 @@ from engine.models.loader import open_model
 from engine.models.spec import Shard
 from engine.models.weights import EMBEDDING, HEAD
 from engine.progress import progress
+from tests.rigs.engine.bare_model import GPT2, LLAMA, bare_model
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-GPT2: dict[str, Any] = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "vocab_size": 96,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-}
-
-
-def bare(directory: Path, config: dict[str, Any]) -> Path:
-    """A model directory with a config.json only."""
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 def engine(directory: Path, **config: Any) -> Engine:
@@ -62,12 +37,12 @@ def engine(directory: Path, **config: Any) -> Engine:
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["native", "foreign"])
 def test_random_weights_follow_the_seed_and_name_it(config: dict[str, Any], tmp_path: Path) -> None:
-    one, other = bare(tmp_path / "m", config), bare(tmp_path / "elsewhere", config)
+    one, other = bare_model(tmp_path / "m", config), bare_model(tmp_path / "elsewhere", config)
     layouts = {
         "a": engine(one, name="x").layout,
         "same": engine(other, name="x").layout,
         "seed": engine(one, name="x", weights_seed=1).layout,
-        "config": engine(bare(tmp_path / "c", config | {"vocab_size": 97}), name="x").layout,
+        "config": engine(bare_model(tmp_path / "c", config | {"vocab_size": 97}), name="x").layout,
     }
     assert layouts["a"].fingerprint == layouts["same"].fingerprint
     assert len({layout.revision for layout in layouts.values()}) == 3
@@ -91,7 +66,7 @@ def test_random_weights_are_never_taken_for_a_checkpoint(tmp_path: Path) -> None
 def test_random_weights_keep_the_scale_of_the_states(tmp_path: Path) -> None:
     """Otherwise a benchmark would compute with infinities, or all logits would be equal."""
     config = LLAMA | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "head_dim": 64}
-    model = open_model(bare(tmp_path, config), "dummy").load(64, CPU, torch.float32)
+    model = open_model(bare_model(tmp_path, config), "dummy").load(64, CPU, torch.float32)
     assert isinstance(model, Decoder)
     logits = model.logits(torch.randn(8, 256))
     assert 0.3 < float(logits.std()) < 3.0
@@ -99,7 +74,7 @@ def test_random_weights_keep_the_scale_of_the_states(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", ["neither", "no tokenizer", "no weights"])
 def test_missing_files_of_a_directory_are_reported(parts: str, tmp_path: Path) -> None:
-    bare(tmp_path, LLAMA)
+    bare_model(tmp_path)
     if parts == "no tokenizer":
         (tmp_path / "model.safetensors").touch()
     if parts == "no weights":
@@ -115,7 +90,7 @@ def test_missing_files_of_a_directory_are_reported(parts: str, tmp_path: Path) -
 
 
 def test_defective_files_are_reported(tmp_path: Path) -> None:
-    bare(tmp_path, LLAMA)
+    bare_model(tmp_path)
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor an index"):
         engine(tmp_path, load_format="auto")
     broken = (b"", b"\xff" * 64, b"\x08\0\0\0\0\0\0\0not json", b"\x02\0\0\0\0\0\0\0[]", b'\x08\0\0\0\0\0\0\0{"a": 1}')
@@ -137,7 +112,7 @@ def test_defective_files_are_reported(tmp_path: Path) -> None:
 
 def test_out_of_memory_of_weights_and_pool_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no room for 30000000000000 KV blocks") as refused:
-        engine(bare(tmp_path, LLAMA), num_blocks=30_000_000_000_000)
+        engine(bare_model(tmp_path), num_blocks=30_000_000_000_000)
     assert refused.value.field == "kv_memory"
 
     def full(*_args: Any) -> None:
@@ -147,7 +122,7 @@ def test_out_of_memory_of_weights_and_pool_is_reported(tmp_path: Path, monkeypat
     monkeypatch.setattr("engine.models.hf.model.build_model", full)
     for config in (LLAMA, GPT2):
         with pytest.raises(ConfigError) as refused:
-            engine(bare(tmp_path, config))
+            engine(bare_model(tmp_path, config))
         assert refused.value.message == "no room for the weights: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
@@ -164,7 +139,7 @@ for name in sys.argv[1:]:
 
 
 def test_only_models_without_native_code_need_transformers(tmp_path: Path) -> None:
-    dirs = [str(bare(tmp_path / name, config)) for name, config in (("llama", LLAMA), ("gpt2", GPT2))]
+    dirs = [str(bare_model(tmp_path / name, config)) for name, config in (("llama", LLAMA), ("gpt2", GPT2))]
     child = subprocess.run([sys.executable, "-c", WITHOUT, *dirs], capture_output=True, text=True, check=True)
     native, foreign = child.stdout.splitlines()
     assert native == "ModelSpec"
@@ -222,7 +197,7 @@ def tiny(directory: Path, **config: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["native", "foreign"])
 def test_a_truncated_file_is_named(config: dict[str, Any], tmp_path: Path) -> None:
     tiny(tmp_path)
-    bare(tmp_path, config)
+    bare_model(tmp_path, config)
     path = tmp_path / "model.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1000])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from engine.step.warm_up import (
     largest_step,
     measure_memory,
 )
+from tests.rigs.engine.bare_model import bare_model
 
 GIB = 1 << 30
 LAYOUT = KVLayout("m", "r", 32, 8, 128, 16, "bfloat16")  # 2 MiB a block
@@ -204,10 +204,9 @@ def test_graphs_that_do_not_fit_beside_the_weights_name_max_seqs(monkeypatch: py
 def test_out_of_memory_beside_the_pool_names_the_option_of_its_size(
     config: dict[str, int], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    rest = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **shape, **rest}))
-    engine = Engine(EngineConfig(model_dir=tmp_path, device="cpu", threads=1, load_format="dummy", **config))
+    engine = Engine(
+        EngineConfig(model_dir=bare_model(tmp_path), device="cpu", threads=1, load_format="dummy", **config)
+    )
 
     def full(*_args: object) -> None:
         raise torch.OutOfMemoryError(FULL)

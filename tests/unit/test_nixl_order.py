@@ -1,4 +1,4 @@
-"""The order of the calls to NIXL: a dead peer's metadata is never loaded again, and an agent is loaded once."""
+"""The order of calls to NIXL: an agent is loaded once, and metadata of a dead peer is never loaded again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Blocks:
 
 
 class FakeNixl:
-    """NIXL's rules: an agent is added once, removed only when it was added, and metadata of the dead is refused."""
+    """A double of NIXL. It adds an agent once, removes only added agents, and refuses the metadata of a dead agent."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()

@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import BatonError, TransferFailed, Unavailable
 from kv_transfer.peers import pair_prober
-from kv_transfer.peers.connections import PAIR_RETRY_S, PairTrouble
+from kv_transfer.peers.connection import PairTrouble
+from kv_transfer.peers.connector import PAIR_RETRY_S
 from kv_transfer.peers.pair_prober import FORGET_S, MAX_PROBES, PairProber
 
 PERIOD_S = 10.0
@@ -142,6 +143,15 @@ async def test_a_failed_block_breaks_the_connection(rig: Rig) -> None:
     await rig.look()
     await rig.end("d0", TransferFailed("reset"))
     assert rig.connector.broken == ["d0"]
+
+
+async def test_a_failed_probe_of_a_replaced_connection_is_no_trouble_of_the_pair(rig: Rig) -> None:
+    """The pod restarts during the probe, and a request connects to its new generation."""
+    rig.now = PERIOD_S
+    await rig.look()
+    rig.connector.connections[:] = [Connection("d0", generation=2, block_at=PERIOD_S), Connection("d1", block_at=99.0)]
+    await rig.end("d0", TransferFailed("the process has ended"))
+    assert rig.connector.broken == []
 
 
 async def test_a_pair_in_trouble_is_retried_less_and_less_often_and_then_forgotten(rig: Rig) -> None:

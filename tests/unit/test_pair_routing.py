@@ -1,4 +1,4 @@
-"""Pairs of pods that cannot exchange KV are not used, and the gateway says so."""
+"""Pairs in trouble: gateways do not use a pair of pods that cannot exchange KV, and their errors name the pair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trouble(world: World, prefill: str, *decodes: str, generation: int = 1) -> N
 
 
 async def placed(world: World, count: int = 40) -> set[tuple[str, str]]:
-    """Returns the pairs (decode, prefill) that requests get."""
+    """Returns the pairs (decode, prefill) that the router chooses."""
     pairs = [await world.place(100 + seed, seed=seed) for seed in range(count)]
     return {pair for pair in pairs if pair is not None}
 

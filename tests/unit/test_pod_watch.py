@@ -1,4 +1,4 @@
-"""The bounds of engine steps: from measured rates, before the first measurement, and on the ranks of a group."""
+"""The bounds of engine steps: from measured rates, from the warm-up, and on the ranks of a tensor-parallel pod."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FULL = 256
 
 
 def step(chunks: list[int], decodes: int) -> list[ScheduledSequence]:
-    """A step with prompt chunks of these sizes, and so many decodes."""
+    """Returns a step with prompt chunks of these sizes and with `decodes` decoding sequences."""
     seq: Any = None
     parts = [ScheduledSequence(seq, 0, tokens, False) for tokens in chunks]
     return parts + [ScheduledSequence(seq, 9, 1, True, is_decode=True)] * decodes
@@ -43,7 +43,10 @@ def watch(*steps: list[ScheduledSequence], rates: PodRates, device: str = "cpu",
 
 
 def measured(prompt_s: float, decode_s: float) -> PodRates:
-    """Rates after full steps of `prompt_s` seconds, and decode steps of one sequence with half of `decode_s` fixed."""
+    """Returns rates after steps of FULL prompt tokens in `prompt_s` seconds, and of one decode in `decode_s` seconds.
+
+    Half of a decode step's time does not depend on the number of sequences.
+    """
     rates = PodRates(FULL)
     for _ in range(9):
         rates.observe_step(FULL, 0, prompt_s)
@@ -88,7 +91,7 @@ def test_the_ranks_get_the_bound_of_the_largest_step() -> None:
 
 
 class Channel:
-    """Rank 0's end: gives these messages, then waits until the test ends."""
+    """A double of the channel to rank 0. It gives these messages, and then "stop" once `over` is set."""
 
     def __init__(self, *messages: RankMessage) -> None:
         self._messages = list(messages)
@@ -105,7 +108,7 @@ class Channel:
 def test_a_rank_that_waits_longer_than_the_bound_ends_itself(
     monkeypatch: pytest.MonkeyPatch, bound_s: float, ends: bool
 ) -> None:
-    """Its end is the end of the group. Without a bound, as before the pod is ready, it waits."""
+    """When one rank ends, all end. Before the pod is ready there is no bound, and the rank waits."""
     exits: list[int] = []
     ended, waits = threading.Event(), threading.Event()
 

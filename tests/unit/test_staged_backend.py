@@ -9,32 +9,36 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.errors import TransferFailed
-from kv_transfer.backend import staged
 from kv_transfer.backend.interface import Notification, WriteState
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric, LoopbackFault
-from kv_transfer.backend.staged import GRACE_S, SILENCE_S, StagedBackend, StagingOptions
-from kv_transfer.backend.staging_area import Ended, MemoryCopier, StagingArea
+from kv_transfer.backend.staged import StagedBackend
+from kv_transfer.backend.staging import messages
+from kv_transfer.backend.staging.agent import StagingOptions
+from kv_transfer.backend.staging.area import StagingArea
+from kv_transfer.backend.staging.copiers import Ended, MemoryCopier
+from kv_transfer.backend.staging.receiver_end import GRACE_S
+from kv_transfer.backend.staging.writer_end import SILENCE_S
 from kv_transfer.memory import PoolMemory, host_pool
 
 BLOCKS, BLOCK_BYTES, SLOTS = 64, 512, 64  # windows of 16 slots, pieces of 4 blocks, three windows
 
 
 class SlowCopier(MemoryCopier):
-    """Copies at once, and ends the copies when the test says so. Fails loads if asked."""
+    """Copies at once, and ends the copies when the test says so. Fails copies if asked."""
 
     hold = fails = False
     loads = 0
 
     def save(self, blocks: Sequence[int], area: StagingArea, slots: Sequence[int]) -> Ended:
         super().save(blocks, area, slots)
-        return lambda: not self.hold
+        return self._ended
 
     def load(self, area: StagingArea, slots: Sequence[int], blocks: Sequence[int]) -> Ended:
         self.loads += 1
         super().load(area, slots, blocks)
-        return self._loaded
+        return self._ended
 
-    def _loaded(self) -> bool:
+    def _ended(self) -> bool:
         if self.fails:
             raise RuntimeError("an illegal memory access was encountered")
         return not self.hold
@@ -193,7 +197,7 @@ def test_an_answer_that_overtakes_the_end_of_the_network_write_loses_no_slot() -
     writer, receiver = world.pod("p"), world.pod("d")
     world.connect(writer, receiver)
     world.turns()
-    inner = writer.backend._staging._inner  # type: ignore[union-attr]
+    inner = writer.backend._staging.agent.inner  # type: ignore[union-attr]
     poll, late = inner.poll, [True]
     inner.poll = lambda handle: WriteState.PENDING if late else poll(handle)  # type: ignore[method-assign]
     handle = writer.backend.write("d", [1, 2], [3, 4], b"range")
@@ -203,7 +207,7 @@ def test_an_answer_that_overtakes_the_end_of_the_network_write_loses_no_slot() -
     late.clear()
     world.turns()
     assert writer.backend.poll(handle) is WriteState.DONE
-    assert sorted(writer.backend._staging._own) == list(range(48, 64))  # type: ignore[union-attr]
+    assert sorted(writer.backend._staging.writer_end._own) == list(range(48, 64))  # type: ignore[union-attr]
 
 
 def test_a_copy_that_fails_on_the_receiver_fails_the_write(world: World) -> None:
@@ -216,6 +220,21 @@ def test_a_copy_that_fails_on_the_receiver_fails_the_write(world: World) -> None
     assert not receiver.delivered
 
 
+def test_a_copy_that_fails_on_the_writer_fails_the_write_once(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(None)
+    writer, receiver = world.pod("p"), world.pod("d")
+    world.connect(writer, receiver)
+    world.turns()
+    writer.copier.fails = True
+    handle = writer.backend.write("d", list(range(10)), list(range(10)), b"range")
+    world.turns()
+    assert writer.backend.poll(handle) is WriteState.FAILED
+    assert "illegal memory access" in writer.backend.error(handle)
+    assert caplog.text.count("a staged write to d failed") == 3  # once for each piece
+    assert not receiver.delivered
+    assert sorted(writer.backend._staging.writer_end._own) == list(range(48, 64))  # type: ignore[union-attr]
+
+
 def test_the_source_is_free_only_when_nothing_reads_it(world: World) -> None:
     """A write that has an error stays pending while a copy from the pool, or the network, may read it."""
     writer, receiver = world.pod("p"), world.pod("d")
@@ -223,7 +242,7 @@ def test_the_source_is_free_only_when_nothing_reads_it(world: World) -> None:
     world.turns()
     writer.copier.hold = True
     handle = writer.backend.write("d", [1], [2], b"range")
-    (receiving,) = writer.backend._staging.receivers.values()  # type: ignore[union-attr]
+    (receiving,) = writer.backend._staging.writer_end.receivers.values()  # type: ignore[union-attr]
     receiving.writes[0].error = "the peer ended"
     world.turns()
     assert writer.backend.poll(handle) is WriteState.PENDING
@@ -242,7 +261,7 @@ def test_a_network_write_that_fails_fails_the_write() -> None:
     world.turns()
     assert writer.backend.poll(handle) is WriteState.FAILED
     assert writer.backend.error(handle) == "connection reset"
-    assert sorted(writer.backend._staging._own) == list(range(48, 64))  # type: ignore[union-attr]
+    assert sorted(writer.backend._staging.writer_end._own) == list(range(48, 64))  # type: ignore[union-attr]
 
 
 def test_pieces_of_a_former_session_are_dropped(world: World) -> None:
@@ -321,7 +340,7 @@ def test_a_repeated_handshake_keeps_the_window(world: World) -> None:
         b"BTH1",
         b"BTH2 short",
         b"BTH9" + bytes(40),
-        staged._PIECE.pack(b"BTH3", 0, 1, 0, 1, 1000),
+        messages._PIECE.pack(b"BTH3", 0, 1, 0, 1, 1000),
         b"\xff" * 60,
     ],
 )
@@ -343,9 +362,9 @@ def test_slots_and_blocks_outside_are_refused() -> None:
     world.connect(writer, receiver)
     world.turns()
     before = blocks(receiver, range(BLOCKS))
-    session = writer.backend._staging.receivers["d"].session  # type: ignore[union-attr]
+    session = writer.backend._staging.writer_end.receivers["d"].session  # type: ignore[union-attr]
     for slot, block in ((20, 1), (0, BLOCKS + 1)):
-        head = staged._PIECE.pack(b"BTH3", session, 77, 0, 1, 1)
+        head = messages._PIECE.pack(b"BTH3", session, 77, 0, 1, 1)
         world.fabric.notify("p-host", "d-host", head + slot.to_bytes(4, "big") + block.to_bytes(4, "big"))
     world.turns()
     assert blocks(receiver, range(BLOCKS)) == before

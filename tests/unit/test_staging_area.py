@@ -12,14 +12,8 @@ import pytest
 import torch
 
 from common.errors import TransferFailed
-from kv_transfer.backend.staging_area import (
-    BlockCopier,
-    MemoryCopier,
-    StagingArea,
-    TorchCopier,
-    contiguous_ranges,
-    remove_stale,
-)
+from kv_transfer.backend.staging.area import StagingArea, remove_stale
+from kv_transfer.backend.staging.copiers import BlockCopier, MemoryCopier, TorchCopier, contiguous_ranges
 from kv_transfer.memory import PoolMemory, host_pool
 
 SLOTS, SLOT_BYTES = 8, 4096
@@ -81,7 +75,7 @@ def test_without_room_in_the_directory_the_memory_is_not_shared(tmp_path: Path) 
 def test_the_file_of_a_killed_pod_is_removed_and_that_of_a_living_one_kept(tmp_path: Path) -> None:
     make = f"""
 import os
-from kv_transfer.backend.staging_area import StagingArea
+from kv_transfer.backend.staging.area import StagingArea
 area = StagingArea.create({str(tmp_path)!r}, {SLOTS}, {SLOT_BYTES})
 print(area.file, flush=True)
 os.read(0, 1)

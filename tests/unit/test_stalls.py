@@ -1,4 +1,4 @@
-"""Which requests of a pod are stalled: those without news for a bound while the pod makes no progress."""
+"""Stalled requests: a request is stalled after a bound without a message, while its pod makes no progress."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def info(generation: int = 1, stuck: str = "") -> PodInfo:
 
 
 def suspicions(*answers: tuple[PodInfo, int | None, int] | None) -> list[Suspicion | None]:
-    """Returns what the answers to Info say in turn: (facts, steps, running sequences), or None without an answer."""
+    """Returns the suspicion after each answer to Info: (facts, steps, running sequences), None without an answer."""
     finder, found = StallFinder(PERIOD), []
     for answer in answers:
         if answer is None:

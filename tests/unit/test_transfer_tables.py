@@ -12,7 +12,7 @@ from common.errors import BatonError, TransferFailed, UnknownTransfer
 from common.types import KvTarget, TransferId
 from kv_transfer.memory import PeerMemory, host_pool
 from kv_transfer.messages import Commit, CommitNotification, DroppedMessages, RangeWritten, Writer
-from kv_transfer.peers.connections import PeerConnection
+from kv_transfer.peers.connection import PeerConnection
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.receiver.state_machine import ReceiverMachine
 from kv_transfer.receiver.transfers import IncomingTransfer, TransferReceiver

@@ -1,4 +1,4 @@
-"""Loops that stop beating: when they are stuck, what the log says, and that a process which was frozen goes on."""
+"""Loops without a beat: when they are stuck, what the log says, and that a process survives a freeze."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_late_tick_counts_as_one_period() -> None:
 
 
 class Loop:
-    """A loop on a thread; while `open` is not set its turn does not end."""
+    """A loop on a thread. While `open` is not set, its turn does not end."""
 
     def __init__(self) -> None:
         self.heartbeat = Heartbeat()
@@ -120,7 +120,7 @@ def loop() -> Iterator[Loop]:
 
 
 class Watched:
-    """A watchdog that records what it would do."""
+    """A watchdog that records its calls and does not end the process."""
 
     def __init__(self, stuck_s: float = 0.1) -> None:
         self.exits: list[int] = []
@@ -218,13 +218,13 @@ async def test_a_loop_that_waits_for_a_cpu_is_not_stuck(
 
 def test_the_kernel_says_how_long_a_thread_waited_for_a_cpu() -> None:
     if not Path("/proc/self/schedstat").exists():
-        pytest.skip("this kernel does not say it")
+        pytest.skip("this kernel has no schedstat")
     assert watchdog._run_queue_s(threading.get_native_id()) >= 0.0
     assert watchdog._run_queue_s(0) == 0.0
 
 
 async def test_a_loop_that_compiles_a_kernel_is_not_stuck(watched: Watched) -> None:
-    """Triton compiles when a kernel is first used with other sizes, which takes seconds."""
+    """Triton compiles a kernel for seconds when it is first used with new sizes."""
     module = {"__name__": "triton.compiler.compiler"}
     exec("def compile(wait):\n    wait()", module)
     compile_kernel: Callable[[Callable[[], object]], None] = module["compile"]  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Calls of Generate with an idempotency key: an answer is written once and sent to every call with its key."""
+"""Calls of Generate with an idempotency key. The answer is written once, and each call with its key gets it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from gateway.serving.shared_answer import SharedAnswer
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
-MAX_CLIENT_ID = 128  #: Characters of a client's own request id that are kept.
+MAX_CLIENT_ID = 128  #: A client's own request id is cut to this many characters.
 REPLAYED = "idempotent-replayed"  #: Initial metadata of an answer that an earlier call computes or has computed.
 
 
 class GrpcAnswer(SharedAnswer[Metadata | pb.GenerateResponse]):
-    """An answer as initial metadata and messages. The code that writes an answer to a call writes it here instead."""
+    """An answer as initial metadata and messages. It has the methods of a call's context that write an answer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Requests with an idempotency key over HTTP: an answer is written once and sent to every request with its key.
+"""Requests with an idempotency key over HTTP. The answer is written once, and each request with its key gets it.
 
-    handler -> HttpResponse -> HttpAnswer (kept) -> forward -> HttpResponse of each connection
+    handler -> HttpResponse of the answer -> HttpAnswer -> _forward -> HttpResponse of each connection
 
-The handler's response belongs to no connection, so a client that disconnects does not end it while another one reads.
+The HttpResponse of the answer belongs to no connection, so it goes on when a client disconnects and another one reads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gateway.serving.request import AnswerIdentity
 from gateway.serving.shared_answer import AnswerReader, SharedAnswer
 
 REPLAYED = "idempotent-replayed"  #: Header of an answer that an earlier request computes or has computed.
-READ_GRACE_S = 1.0  #: After the deadline the answer itself ends with an error; a reader waits so much longer for it.
-MERGE_BYTES = 1 << 16  #: Chunks that wait are sent together, up to this size.
+READ_GRACE_S = 1.0  #: A reader waits this long after the deadline, at which the answer itself ends with an error.
+MERGE_BYTES = 1 << 16  #: Waiting chunks are sent together, up to this size.
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ Part = bytes | Message  #: A chunk of the body after which more follows, or anot
 
 
 class HttpAnswer(SharedAnswer[Part]):
-    """An answer as the messages of its response: the ChunkWriter and the ASGI `send` of the handler's response."""
+    """An answer as ASGI messages. The HttpResponse of the handler writes to it, as a ChunkWriter and by `send`."""
 
     ready = True
     num_written = 0
@@ -44,7 +44,7 @@ class HttpAnswer(SharedAnswer[Part]):
         self.source: HttpResponse | None = None  #: The handler's response; None before the answer is computed.
 
     def write(self, piece: bytes) -> bool:
-        """Adds a chunk of the body; b"" adds nothing. Returns True: the next chunk may be written too."""
+        """Adds a chunk of the body, if it is not empty. Returns True: the next chunk may be written at once."""
         if piece:
             self.add(piece, len(piece))
         return True
@@ -70,7 +70,7 @@ async def serve_keyed(
     response: HttpResponse,
     deadline: float,
 ) -> None:
-    """Answers a request with an idempotency key; a KeyedServer. `raw` holds its body. Raises BatonError."""
+    """Answers a request with an idempotency key. It is a KeyedServer. `raw` holds the body. Raises BatonError."""
     gateway, client_id = endpoint.gateway, response.request_id
     if gateway.draining:
         raise Unavailable("the gateway is stopping", retry_after_s=1.0)
@@ -112,13 +112,13 @@ async def serve_keyed(
 
 
 async def _connected() -> Message:
-    """The `receive` of a response without a connection: it never disconnects."""
+    """The ASGI `receive` of a response without a connection. It never returns, so nothing disconnects."""
     await asyncio.Event().wait()
     raise AssertionError("the event is never set")
 
 
 async def _forward(answer: HttpAnswer, reader: AnswerReader[Part], response: HttpResponse, deadline: float) -> None:
-    """Sends an answer from its first message on. Raises its error, or DeadlineExceeded."""
+    """Sends an answer to one connection, from its first message on. Raises the answer's error, or DeadlineExceeded."""
     latest = asyncio.get_running_loop().time() + deadline - time.monotonic() + READ_GRACE_S
 
     async def in_time(wait: Awaitable[T]) -> T:
@@ -144,14 +144,14 @@ async def _forward(answer: HttpAnswer, reader: AnswerReader[Part], response: Htt
             if response.fast_write is not None:
                 await in_time(reader.relay(take))
     finally:
-        if not response.streaming:  # an error may follow
+        if not response.streaming:  # the caller may send an error, which needs these headers
             _take_over(answer, response)
 
 
 def _take_over(answer: HttpAnswer, response: HttpResponse) -> None:
-    """Gives the response the headers and the ping of the answer. The client's own request id stays."""
+    """Copies headers and pings of the answer to the response of a connection. The client's own request id stays."""
     source = answer.source
-    if source is None:  # the key is another request's
+    if source is None:  # the key belongs to another request
         return
     response.request_id = response.request_id or source.request_id
     response.headers = {**source.headers, **response.headers}
@@ -161,7 +161,7 @@ def _take_over(answer: HttpAnswer, response: HttpResponse) -> None:
 
 
 def _merged(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yields parts, with chunks that follow each other merged up to MERGE_BYTES."""
+    """Yields the parts in order. Consecutive chunks are joined, up to MERGE_BYTES."""
     chunks: list[bytes] = []
     size = 0
     for part in parts:

@@ -1,8 +1,8 @@
-"""Requests with known answers, computed by one engine in one process before any fault.
+"""Requests with known answers. One engine in one process computes the answers before any fault.
 
-Random weights repeat nothing of a prompt, so a secret inside it could not show up in an answer. In its place every
-answer is a secret: all answers differ in their first SECRET_TOKENS tokens. A text that equals the beginning of the
-answer to its own prompt can then come from no other request.
+A client must not get a part of another client's answer. A secret inside a prompt could not show that, because a model
+with random weights repeats nothing of its prompt. So the answers themselves are the secrets: all of them differ in
+their first SECRET_TOKENS tokens. A text that begins like the answer to its own prompt comes from no other request.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.support.shapes import llama
 
 MODEL = "chaos"
-BLOCK, CHUNK, MAX_LEN, VOCAB = 16, 64, 512, 512
-CASES = 40
-SECRET_TOKENS = 6
+BLOCK, CHUNK, MAX_LEN, VOCAB = 16, 64, 512, 512  #: In tokens.
+CASES = 40  #: Number of requests.
+SECRET_TOKENS = 6  #: Answers differ in this many first tokens.
 #: Lengths of prompts: parts of a block, whole blocks, and several chunks.
 LENGTHS = (3, 15, 16, 17, 33, 64, 100, 150, 260)
-MAX_TOKENS = (8, 16, 24, 48)
+MAX_TOKENS = (8, 16, 24, 48)  #: Lengths of answers.
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request and the texts of its choices."""
+    """One request with its known answer."""
 
-    body: dict[str, Any]
-    texts: tuple[str, ...]
+    body: dict[str, Any]  #: Of /v1/completions, without `stream`.
+    texts: tuple[str, ...]  #: By choice.
 
     def agrees(self, texts: Sequence[str], *, whole: bool) -> bool:
-        """Whether these texts of the choices are right: equal, or a beginning if the answer is not whole."""
+        """Returns whether the texts of the choices are right. If the answer is not `whole`, a beginning is right."""
         pairs = zip(texts, self.texts, strict=True)
         return all(right == text if whole else right.startswith(text) for text, right in pairs)
 
 
 def write_model(directory: Path) -> None:
-    """Writes config.json and a tokenizer in which every token is a word. Pods make the weights: load_format dummy."""
+    """Writes config.json and a tokenizer in which every token is a word. For load_format dummy: no weights."""
     config = llama(VOCAB, 64, 128, layers=2, heads=4, kv_heads=2, context=MAX_LEN, torch_dtype="float32")
     (directory / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(models.BPE(vocab={f"Ġ{_word(i)}": i for i in range(VOCAB)}, merges=[]))
@@ -52,13 +52,13 @@ def write_model(directory: Path) -> None:
 
 
 def _word(number: int) -> str:
-    """Three letters for every number, so that no word begins with another."""
+    """Returns a word of three letters. No word begins with another one, because all have the same length."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     return letters[number // 676] + letters[number // 26 % 26] + letters[number % 26]
 
 
 def _bodies() -> list[dict[str, Any]]:
-    """Greedy and seeded requests; two of three prompts begin like others, as the turns of a conversation."""
+    """Returns greedy and seeded requests. Two of three prompts share a prefix with others, like turns of a chat."""
     rng = random.Random(22)
     histories = [rng.choices(range(2, VOCAB), k=96) for _ in range(3)]
     bodies: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ def _bodies() -> list[dict[str, Any]]:
 
 
 def catalogue(model_dir: Path) -> list[Case]:
-    """Computes the answers. Fails if two answers begin alike."""
+    """Computes the answers with one engine. Raises AssertionError if two answers begin alike."""
     from common.types import SamplingParams
     from engine.llm import LLM
 

@@ -1,7 +1,8 @@
-"""Clients of the chaos harness: each request ends in exactly one verdict.
+"""Clients of the chaos harness. Each request ends with exactly one verdict.
 
 A client chooses one of the gateways in rotation, as a load balancer does. When its connection breaks, it sends the same
-request once more to another gateway, with the same Idempotency-Key. A client that leaves early checks what it has read.
+request once more to another gateway, with the same Idempotency-Key. The texts of a client that leaves early, or loses
+its connection, are checked too.
 """
 
 from __future__ import annotations
@@ -20,32 +21,33 @@ import orjson
 
 from tests.rigs.chaos.catalogue import Case
 
-DEADLINE_S = 20.0
-GRACE_S = 1.0  #: A request ends at the latest so long after its deadline.
+DEADLINE_S = 20.0  #: Deadline of each request.
+GRACE_S = 1.0  #: A request that has not ended this long after its deadline is a hang.
 CLIENTS = 6
-ABORT_SHARE = 0.1
+ABORT_SHARE = 0.1  #: Share of requests that their client leaves early.
 THINK_S = 0.15  #: Longest pause of a client between two requests.
-REFUSED_PAUSE_S = 0.2
+REFUSED_PAUSE_S = 0.2  #: Pause of a client after a refusal.
+RETRY_PAUSE_S = 0.05  #: Pause before a request is sent again. In it the harness notices the death of a gateway.
 
 
 class Verdict(StrEnum):
     """How a request ended."""
 
-    COMPLETED = "completed"
-    ABORTED = "aborted"  #: The client left.
-    REFUSED = "refused"  #: 429 before any token: the request was not accepted.
-    FAILED = "failed"
-    WRONG = "wrong"
-    HANG = "hang"
+    COMPLETED = "completed"  #: The whole answer came, and it is right.
+    ABORTED = "aborted"  #: The client left early, and the part that it read is right.
+    REFUSED = "refused"  #: Status 429: the request was not accepted.
+    FAILED = "failed"  #: An error came, or the connection broke without an excuse.
+    WRONG = "wrong"  #: A text differs from the known answer.
+    HANG = "hang"  #: The request did not end in time.
 
 
 @dataclass
 class Tally:
-    """Counts of verdicts, and a line of text for each bad one."""
+    """The verdicts of all requests."""
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
-    retried: int = 0  #: Requests that were sent again, because their connection broke.
-    problems: list[str] = field(default_factory=list)
+    retried: int = 0  #: Requests that were sent again because their connection broke.
+    problems: list[str] = field(default_factory=list)  #: One line for each failed, wrong or hanging request.
     seconds: list[float] = field(default_factory=list)  #: Time of each completed request.
 
     @property
@@ -62,33 +64,34 @@ class Gateway:
     name: str
     url: str
     http: httpx.AsyncClient
-    in_rotation: bool = True
-    deaths: int = 0
+    in_rotation: bool = True  #: Clients may choose this gateway.
+    deaths: int = 0  #: How often the harness has killed the process.
 
 
 @dataclass
 class _Reading:
-    """What a client has read of one answer."""
+    """The part of one answer that a client has read."""
 
-    texts: list[str]
-    finished: set[int] = field(default_factory=set)
-    chunks: int = 0
+    texts: list[str]  #: By choice.
+    finished: set[int] = field(default_factory=set)  #: Choices with a finish reason.
+    chunks: int = 0  #: Chunks of a stream.
     gone: bool = False  #: The client left.
-    error: str = ""
+    error: str = ""  #: Why the answer is not complete; "" if no error came.
 
 
 class _Refused(Exception):
-    """429 before the answer."""
+    """The gateway answered 429."""
 
 
 class ChaosClients:
-    """Closed loops of clients. `prompts` and `answers` count the requests in flight without and with a first token."""
+    """Clients that each have one request at a time."""
 
     def __init__(self, gateways: Sequence[Gateway], cases: Sequence[Case], *, key: Callable[[int], str]) -> None:
         """key: returns the API key of client number i."""
         self.tally = Tally()
-        self.prompts = self.answers = 0
-        self.refusals: list[tuple[str, float, float]] = []  #: Gateway, begin and end of each answer 503.
+        self.prompts = 0  #: Requests in flight without a first token.
+        self.answers = 0  #: Streams in flight with a first token.
+        self.refusals: list[tuple[str, float, float]] = []  #: Gateway, begin and end of each request with status 503.
         self._gateways, self._cases, self._key = gateways, cases, key
 
     async def run(self, seed: int | str, until: Callable[[], bool]) -> None:
@@ -113,8 +116,8 @@ class ChaosClients:
 
         Args:
             number: The client.
-            leave_after: The client disconnects after so many chunks; a whole answer, after as many hundredths of a
-                second.
+            leave_after: The client leaves after this many chunks of a stream. If the answer comes whole, it leaves
+                after this many hundredths of a second. None: it stays.
         """
         headers = {
             "authorization": f"Bearer {self._key(number)}",
@@ -158,15 +161,15 @@ class ChaosClients:
             reading.texts, reading.finished, reading.chunks = [""] * len(case.texts), set(), 0
             try:
                 await self._read(gateway, body, headers, leave_after, reading)
-            except httpx.ConnectError:  # nothing was sent
+            except (httpx.ConnectError, httpx.ConnectTimeout):  # nothing was sent
                 avoided = gateway
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             except httpx.TransportError as error:
                 if not case.agrees(reading.texts, whole=False):
                     return Verdict.WRONG, f"a part of an answer of {gateway.name}"
                 broken.append(f"{gateway.name} {type(error).__name__}, {reading.chunks} chunks")
-                await asyncio.sleep(0.05)  # so that a death is noted
+                await asyncio.sleep(RETRY_PAUSE_S)
                 if len(broken) > 1:
                     return Verdict.FAILED, f"the connection broke twice: {broken}"
                 if gateway.deaths == deaths and gateway.in_rotation:
@@ -188,10 +191,10 @@ class ChaosClients:
             return Verdict.COMPLETED, ""
 
     async def _choose(self, rng: random.Random, avoided: Gateway | None) -> Gateway:
-        """Returns a gateway in rotation, another than the one avoided if there is one."""
-        while not (there := [gateway for gateway in self._gateways if gateway.in_rotation]):
-            await asyncio.sleep(0.05)
-        return rng.choice([gateway for gateway in there if gateway is not avoided] or there)
+        """Returns a gateway in rotation. It is not `avoided` if another one is in rotation too."""
+        while not (usable := [gateway for gateway in self._gateways if gateway.in_rotation]):
+            await asyncio.sleep(RETRY_PAUSE_S)
+        return rng.choice([gateway for gateway in usable if gateway is not avoided] or usable)
 
     async def _read(
         self,
@@ -201,7 +204,10 @@ class ChaosClients:
         leave_after: int | None,
         reading: _Reading,
     ) -> None:
-        """Sends the request to one gateway and reads its answer. Raises httpx.TransportError and _Refused."""
+        """Sends the request to one gateway, and reads the answer into `reading`.
+
+        Raises httpx.TransportError if the connection breaks, and _Refused.
+        """
         began, answering = time.monotonic(), False
         self.prompts += 1
         try:
@@ -258,7 +264,7 @@ class ChaosClients:
                 self.prompts -= 1
 
     def _answered(self, gateway: Gateway, status: int, text: str, began: float, reading: _Reading) -> bool:
-        """Whether the status is 200. Raises _Refused for 429; other statuses are errors of the reading."""
+        """Returns whether the status is 200. Raises _Refused for 429, and records any other status as an error."""
         if status == 200:
             return True
         if status == 429:
@@ -270,7 +276,7 @@ class ChaosClients:
 
 
 def _take(event: dict[str, Any], reading: _Reading) -> None:
-    """Adds a whole answer, or one chunk of a stream."""
+    """Adds a whole answer, or one chunk of a stream, to `reading`."""
     if "error" in event:
         reading.error = f"an error event: {str(event['error'])[:300]}"
         return

@@ -1,10 +1,10 @@
-"""Starts `baton` processes by forks of a process that has imported their code, so that a restart takes a second.
+"""Starts `baton` processes quickly: a fork server imports their code once, and each process is a fork of it.
 
     harness --> fork server (imports once) --fork--> prefill-0, decode-0, ...
 
-A start of Python imports torch for seconds, which two cores cannot do for seven processes that die all the time. A
-forked process has its own pid, session, environment and log, and runs the command as `python -m cli` does. All
-processes end with the fork server, and the fork server ends with the thread that started it.
+A new Python process imports torch for seconds. Two cores have no time for that, because seven processes die and start
+again and again. A forked process has its own pid, session, environment and log, and runs the command as `python -m cli`
+does. All forked processes end with the fork server. The fork server ends with the thread that started it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any, NoReturn
 from cli.stack.supervisor import ChildProcess
 from common.process.tether import PR_SET_PDEATHSIG, tether_command
 
-REPLY_S = 120.0  #: Longest wait for an answer of a fork server; the first includes its imports.
-POLL_S = 0.01
+REPLY_S = 120.0  #: Longest wait for an answer of a fork server. The first answer waits for its imports.
+POLL_S = 0.01  #: Pause between two looks whether a process has ended.
 
 
 class ForkServer:
-    """The process that imports `modules` and forks. Calls block, and may come from any thread."""
+    """A process that imports `modules` and forks. Calls block; any thread may make them."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -45,7 +45,7 @@ class ForkServer:
         self._socket, self._stream, self._lock = ours, ours.makefile("rw"), threading.Lock()
 
     def ask(self, **message: Any) -> Any:
-        """Sends a command and returns its answer."""
+        """Sends a command to the process and returns the answer. See `serve`."""
         with self._lock:
             self._stream.write(json.dumps(message) + "\n")
             self._stream.flush()
@@ -54,7 +54,7 @@ class ForkServer:
         return json.loads(line)
 
     def close(self) -> None:
-        """Ends the fork server, and all its processes with it."""
+        """Kills the fork server. All its processes end with it."""
         self._process.kill()
         self._process.wait()
         self._stream.close()
@@ -62,7 +62,7 @@ class ForkServer:
 
 
 class ForkedProcess(ChildProcess):
-    """A ChildProcess of a fork server. `argv` ends with the words after `python -m cli`."""
+    """A ChildProcess that a fork server starts. In `argv` the words behind "cli" are the command."""
 
     def __init__(
         self, server: ForkServer, name: str, argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None
@@ -93,7 +93,7 @@ class ForkedProcess(ChildProcess):
         return self._code
 
     def send(self, number: signal.Signals) -> None:
-        if self._pid is not None and self.alive:  # until it is polled, a process that has ended keeps its pid
+        if self._pid is not None and self.alive:  # the pid of a process that ended after this check is still reserved
             os.kill(self._pid, number)
 
     def wait(self, timeout_s: float) -> int:
@@ -112,7 +112,7 @@ class ForkedProcess(ChildProcess):
 
 
 def _run(message: dict[str, Any], server: int) -> NoReturn:
-    """Becomes the process of a command: own session, log, environment and death signal."""
+    """Makes this fork the process of a command: with its session, log, environment and death signal."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -142,7 +142,11 @@ def _run(message: dict[str, Any], server: int) -> NoReturn:
 
 
 def serve(fd: int, modules: Sequence[str]) -> None:
-    """Answers the commands of one ForkServer."""
+    """Runs in the fork server. Answers the commands that come as JSON lines over the socket `fd`, until it closes.
+
+    {"do": "fork", "argv", "env", "log"}    starts a process; the answer is its pid
+    {"do": "poll", "pid"}                   the answer is the process's exit code, null while it runs
+    """
     for module in modules:
         importlib.import_module(module)
     pid, ends = os.getpid(), dict[int, int]()
@@ -154,6 +158,7 @@ def serve(fd: int, modules: Sequence[str]) -> None:
                 answer = os.fork()
                 if not answer:
                     _run(message, pid)
+                ends.pop(answer, None)  # the kernel gives a pid again after some time
             else:
                 child = message["pid"]
                 if child not in ends:

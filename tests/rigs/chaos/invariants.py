@@ -1,4 +1,4 @@
-"""What must be true when the load has ended and every fault is over: nothing is held, and readiness tells the truth."""
+"""The invariants after a load with faults: all resources are free again, and `/ready` of the gateways was true."""
 
 from __future__ import annotations
 
@@ -21,31 +21,35 @@ from tests.rigs.chaos.catalogue import Case
 from tests.rigs.chaos.client import ChaosClients, Gateway, Verdict
 from tests.rigs.chaos.stack import GATEWAYS, PODS, TENANTS, ChaosStack
 
-SETTLE_S = 30.0
-POLL_S = 0.2
-#: Descriptors and threads beyond those at the start. gRPC and UCX keep some after the restart of a peer.
+SETTLE_S = 30.0  #: Longest time in which resources become free after the load.
+POLL_S = 0.2  #: Pause between two looks.
+#: Allowed descriptors and threads beyond those at the start. gRPC and UCX keep some after the restart of a peer.
 FD_SLACK, THREAD_SLACK = 8, 6
-#: Keys that live as long as the cluster; every other key expires by itself.
+#: Keys in Redis that never expire.
 LASTING_KEYS = ("kv:scopes",)
-READY_POLL_S = 0.25
+READY_POLL_S = 0.25  #: Pause between two questions for readiness.
+READY_MARGIN_S = 0.6  #: Readiness this long before and after a refused request counts for it.
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Descriptors and threads of a process, and its memory in bytes."""
+    """Resources that a process holds."""
 
-    fds: int
+    fds: int  #: Open descriptors.
     threads: int
-    rss: int
+    rss: int  #: Resident memory in bytes.
 
     @classmethod
     def of(cls, pid: int) -> Held:
+        """Reads the resources of a process. Raises OSError if it has ended."""
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        if "VmRSS" not in status:  # ended, and its parent has not asked for the exit code
+            raise ProcessLookupError(f"process {pid} has ended")
         rss = int(status["VmRSS"].split()[0]) << 10
         return cls(len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), rss)
 
 
-Baseline = Mapping[str, Held]
+Baseline = Mapping[str, Held]  #: By role or by process.
 
 
 def _role(name: str) -> str:
@@ -53,12 +57,12 @@ def _role(name: str) -> str:
 
 
 def held(stack: ChaosStack) -> Baseline:
-    """Returns what each pod and gateway holds, by process."""
+    """Returns the resources of each pod and gateway, by process."""
     return {name: Held.of(stack.pid(name)) for name in (*PODS, *GATEWAYS)}
 
 
 async def baseline(stack: ChaosStack) -> Baseline:
-    """Returns the largest values of each role in the next second, while nothing runs."""
+    """Looks for a second at a stack without requests. Returns the largest values of each role."""
     largest: dict[str, Held] = {}
     for _ in range(5):
         for name, now in held(stack).items():
@@ -73,7 +77,7 @@ def _row(value: Held) -> tuple[int, int, int]:
 
 
 async def leaks(stack: ChaosStack, start: Baseline) -> list[str]:
-    """Waits until nothing is held. Returns what is still held after SETTLE_S."""
+    """Waits until all resources are free. Returns one line for each that is not free after SETTLE_S."""
     end = time.monotonic() + SETTLE_S
     while True:
         found = await _held_now(stack, start)
@@ -85,22 +89,34 @@ async def leaks(stack: ChaosStack, start: Baseline) -> list[str]:
 async def _held_now(stack: ChaosStack, start: Baseline) -> list[str]:
     found = [text for name in PODS for text in await _of_pod(stack, name)]
     found += [text for gateway in stack.gateways for text in await _of_gateway(stack, gateway)]
-    for name, now in held(stack).items():
+    return [*found, *of_processes(stack, start), *await _of_redis(stack)]
+
+
+def of_processes(stack: ChaosStack, start: Baseline) -> list[str]:
+    """Returns one line for each process with too many descriptors or threads, or that has ended."""
+    found = []
+    for name in (*PODS, *GATEWAYS):
         most = start[_role(name)]
+        try:
+            now = Held.of(stack.pid(name))
+        except OSError:
+            found.append(f"{name} has ended")
+            continue
         if now.fds > most.fds + FD_SLACK:
             found.append(f"{name} has {now.fds} descriptors, {most.fds} at the start: {_descriptors(stack.pid(name))}")
         if now.threads > most.threads + THREAD_SLACK:
             found.append(f"{name} has {now.threads} threads, {most.threads} at the start")
-    return found + await _of_redis(stack)
+    return found
 
 
 def _descriptors(pid: int) -> dict[str, int]:
-    """Numbers of descriptors by kind."""
+    """Returns the number of open descriptors by kind."""
     kinds: dict[str, int] = {}
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            kind = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":[")[0]
-            kinds[kind] = kinds.get(kind, 0) + 1
+    with contextlib.suppress(OSError):  # the process has ended
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # the descriptor is closed
+                kind = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":[")[0]
+                kinds[kind] = kinds.get(kind, 0) + 1
     return kinds
 
 
@@ -144,7 +160,7 @@ async def _of_gateway(stack: ChaosStack, gateway: Gateway) -> list[str]:
 
 
 async def _of_redis(stack: ChaosStack) -> list[str]:
-    """Every key expires but LASTING_KEYS, and no booking lives longer than its time to live."""
+    """Returns the keys that never expire, except LASTING_KEYS, and the bookings beyond BOOKING_TTL_S."""
     found = []
     try:
         async with stack.redis() as client:
@@ -162,7 +178,7 @@ async def _of_redis(stack: ChaosStack) -> list[str]:
 
 
 async def canaries(clients: ChaosClients, gateways: Sequence[Gateway], cases: Sequence[Case]) -> list[str]:
-    """Sends one request through each gateway. Returns one line for each that was not answered."""
+    """Sends one request through each gateway. Returns one line for each gateway that does not answer it."""
     found, rng = [], random.Random(1)
     for gateway in gateways:
         others = [other for other in gateways if other is not gateway and other.in_rotation]
@@ -178,15 +194,16 @@ async def canaries(clients: ChaosClients, gateways: Sequence[Gateway], cases: Se
 
 
 class ReadinessWatch:
-    """Asks each gateway for its readiness, to judge later whether a refusal contradicted it."""
+    """Records the readiness of each gateway. A gateway lies if it refuses a request while it says that it is ready."""
 
     def __init__(self, gateways: Sequence[Gateway]) -> None:
         self._gateways = gateways
+        #: By gateway: when it was asked, when it answered, and whether it was ready.
         self._seen: dict[str, list[tuple[float, float, bool]]] = {gateway.name: [] for gateway in gateways}
         self._clients = {gateway.name: httpx.AsyncClient(base_url=gateway.url, timeout=2.0) for gateway in gateways}
 
     async def run(self) -> None:
-        """Asks until it is cancelled."""
+        """Asks all gateways again and again, until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 for gateway in self._gateways:
@@ -204,11 +221,11 @@ class ReadinessWatch:
             await asyncio.sleep(READY_POLL_S)
 
     def lies(self, refusals: Sequence[tuple[str, float, float]]) -> list[str]:
-        """Returns the refusals (gateway, begin, end) during which the gateway was ready without a break."""
+        """Returns a line for each refusal (gateway, begin, end) around which the gateway was always ready."""
         found = []
         for name, began, ended in refusals:
-            seen = self._seen[name]
-            around = [ready for asked, answered, ready in seen if answered > began - 0.6 and asked < ended + 0.6]
+            first, last = began - READY_MARGIN_S, ended + READY_MARGIN_S
+            around = [ready for asked, answered, ready in self._seen[name] if answered > first and asked < last]
             if around and all(around):
                 found.append(f"{name} answered 503 although it was ready from before to after the request")
         return found

@@ -1,4 +1,4 @@
-"""The result file of chaos runs: each run adds its seeds, and the metrics are those of all seeds in the file."""
+"""The result file of chaos runs. Each run adds its seeds, and the metrics cover all seeds of the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "grpcio", "nixl-cu12", "nixl-cu13", "redis")
 
 
 def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the sums over the rows of seeds."""
+    """Returns the metrics of all rows. A row is that of one seed (`SeedResult.row`)."""
     total, deaths = Counter[str](), Counter[str]()
     for row in rows:
         total.update({key: row[key] for key in ("accepted", "completed", "failed", "wrong", "hang", "retried")})
@@ -37,7 +37,7 @@ def metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def append(out: Path, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Adds rows to the file; a row replaces an older one of the same seed. Returns the metrics of all rows."""
+    """Adds rows to the file and returns the metrics of all rows. A row replaces an older row of its seed."""
     known = {row["seed"]: row for row in json.loads(out.read_text())["rows"]} if out.exists() else {}
     commit = report.commit()
     known |= {row["seed"]: {**row, "commit": commit} for row in rows}

@@ -6,9 +6,9 @@
     gateway    gateway-0, gateway-1                  [kill .. ready]         [full disk ..]
     store      valkey                         [flush]          [kill .. ready]
 
-Each group has at most one fault at a time: its next fault waits until the processes of the last one are ready again. So
-one prefill pod, one decode pod and one gateway are always whole, and every request can be answered. Faults of different
-groups overlap. In each seed one process dies for sure, and seven consecutive seeds kill every process.
+A group has at most one fault at a time. Its next fault waits until the process of the last one is ready again. So one
+prefill pod, one decode pod and one gateway always work, and every request can be answered. Faults of different groups
+overlap. Each seed kills at least one process, and seven consecutive seeds kill every process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 PROCESSES = tuple(name for names in GROUPS.values() for name in names)
 FAULT_EVERY_S = 6.0  #: Mean time between the faults of one group.
-QUIET_S = 3.0  #: No fault begins in the last seconds of a seed.
+QUIET_S = 3.0  #: No fault begins in this last part of a seed, unless the seed has to kill a process.
 
 
 class FaultKind(StrEnum):
@@ -42,6 +42,7 @@ class FaultKind(StrEnum):
     FLUSH = "flush"  #: FLUSHALL.
 
 
+#: Kinds of faults of one process with their weights.
 _POD = {
     FaultKind.KILL: 5,
     FaultKind.FREEZE: 3,
@@ -66,7 +67,7 @@ _STORE = {
     FaultKind.RESET: 2,
     FaultKind.FLUSH: 3,
 }
-#: Kinds of faults of each group with their weights.
+#: Weights of the kinds of faults, by group.
 WEIGHTS = {"prefill": _POD, "decode": _POD, "gateway": _GATEWAY, "store": _STORE}
 #: Shortest and longest time of a fault in seconds.
 LASTS_S = {
@@ -82,20 +83,22 @@ LASTS_S = {
 
 
 class Moment(StrEnum):
-    """State of the load at which a fault begins: the harness waits for it for at most a second."""
+    """A state of the load in which a fault begins. The harness waits at most a second for the state."""
 
-    ANY = "any"
+    ANY = "any"  #: The fault begins at once.
     PROMPT = "prompt"  #: A request waits for its first token.
     ANSWER = "answer"  #: A stream has a part of its answer.
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledFault:
+    """One fault of a seed."""
+
     at_s: float  #: Seconds after the begin of the load.
     group: str
     kind: FaultKind
-    victim: str
-    lasts_s: float
+    victim: str  #: Name of the process.
+    lasts_s: float  #: Seconds from its begin to its end; for KILL, to the restart.
     moment: Moment
 
     def __str__(self) -> str:
@@ -116,7 +119,7 @@ def schedule(seed: int, seconds: float) -> tuple[ScheduledFault, ...]:
 
 
 def _of_group(rng: random.Random, group: str, certain: str, seconds: float) -> Iterator[ScheduledFault]:
-    """Yields the faults of one group. `certain` dies first if it is of this group."""
+    """Yields the faults of one group. The first one kills `certain`, if that process belongs to the group."""
     at, weights = rng.uniform(0.2, min(FAULT_EVERY_S, max(0.3, seconds - QUIET_S))), WEIGHTS[group]
     first = certain in GROUPS[group]
     while first or at < seconds - QUIET_S:

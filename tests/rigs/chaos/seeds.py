@@ -1,4 +1,4 @@
-"""Runs seeds: the schedule of a seed under the load of the same seed, then the invariants, and a result for each."""
+"""Runs seeds. A seed is a load with the faults of its schedule, and then a check of the invariants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rigs.chaos.schedule import GROUPS, PROCESSES, ScheduledFault, schedul
 from tests.rigs.chaos.stack import TENANTS, ChaosStack
 
 MOMENT_S = 1.0  #: Longest wait for the moment of a fault.
-LOG_LINES = 15
+LOG_LINES = 15  #: Warnings and errors of each process that are printed after a bad seed.
 _LOUD = re.compile(r"\b(warning|error|critical)\b|Traceback|^\w*Error", re.IGNORECASE)
 
 
@@ -29,23 +29,23 @@ class SeedResult:
 
     seed: int
     seconds: float
-    verdicts: dict[str, int]
-    retried: int
-    leaks: list[str]
-    crashes: list[str]
+    verdicts: dict[str, int]  #: Number of requests by verdict.
+    retried: int  #: Requests that were sent again because their connection broke.
+    leaks: list[str]  #: Resources that were not free at the end.
+    crashes: list[str]  #: Ends of processes that no fault caused.
     lies: list[str]  #: Refusals by a gateway that said that it was ready.
-    problems: list[str]  #: Bad ends of requests.
-    deaths: dict[str, int]
+    problems: list[str]  #: Failed, wrong and hanging requests.
+    deaths: dict[str, int]  #: Kills by process.
     faults: list[str] = field(default_factory=list)
-    ttl_p50_s: float = 0.0  #: Median time of a completed request.
 
     @property
     def accepted(self) -> int:
+        """Requests that were neither refused nor left by their client."""
         return sum(self.verdicts.get(v, 0) for v in (Verdict.COMPLETED, Verdict.FAILED, Verdict.WRONG, Verdict.HANG))
 
     @property
     def good(self) -> bool:
-        """Whether no invariant is broken. A failed request counts in completed_share only."""
+        """No invariant is broken. A failed request breaks none; it lowers completed_share."""
         bad = self.verdicts.get(Verdict.WRONG, 0) + self.verdicts.get(Verdict.HANG, 0)
         return not (bad or self.leaks or self.crashes or self.lies)
 
@@ -73,17 +73,19 @@ class SeedResult:
 
 
 class SeedRunner:
-    """Runs seeds on one stack. `start` is what its processes hold after the warm-up."""
+    """Runs seeds on one stack."""
 
     def __init__(self, stack: ChaosStack, cases: Sequence[Case], start: Baseline, say: Callable[[str], None]) -> None:
-        self.stack, self.cases, self.start, self._say = stack, cases, start, say
+        self.stack, self.cases = stack, cases
+        self.start = start  #: Resources of the processes after the warm-up, by role.
+        self._say = say  #: Prints a line.
 
     @classmethod
     async def warmed_up(cls, stack: ChaosStack, cases: Sequence[Case], say: Callable[[str], None]) -> SeedRunner:
-        """Requires the right answer to every case from an undisturbed stack, and notes what its processes hold."""
+        """Returns a runner. First it sends every case to the undisturbed stack, and requires the right answers."""
         clients = clients_of(stack, cases)
         checked = iter(range(len(cases)))
-        rounds = 3  # so that each pair of pods and each gateway works
+        rounds = 3  # enough for each pair of pods and each gateway to get requests
 
         async def each(worker: int) -> None:
             rng = random.Random(f"warm-up-{worker}")
@@ -97,29 +99,30 @@ class SeedRunner:
         tally = clients.tally
         assert not tally.problems, tally.problems
         say(f"undisturbed: {tally.verdicts.total()} requests, median {statistics.median(tally.seconds):.2f} s")
-        # Connections of idle clients are kept, so the processes hold most right after the load.
+        # The processes hold most resources right after the load, because idle clients keep their connections.
         return cls(stack, cases, await baseline(stack), say)
 
     async def run(self, seed: int, seconds: float) -> SeedResult:
-        """Runs one seed. Prints its schedule, and after a violation everything that was found."""
+        """Runs one seed. After a bad seed it prints the faults, the problems and the warnings of all processes."""
         stack, faults = self.stack, schedule(seed, seconds)
         self._say(f"seed {seed}: {len(faults)} faults in {seconds:g} s")
         before, crashed = dict(stack.deaths), len(stack.crashes)
         sizes, began = stack.log_sizes(), time.monotonic()
         clients, watch = clients_of(stack, self.cases), ReadinessWatch(stack.gateways)
         watching = asyncio.create_task(watch.run())
+        groups = [asyncio.create_task(self._group(faults, group, clients, began)) for group in GROUPS]
+        all_faults = asyncio.gather(*groups, return_exceptions=True)
         try:
-            groups = [asyncio.create_task(self._group(faults, group, clients, began)) for group in GROUPS]
-            struck = asyncio.gather(*groups, return_exceptions=True)
-            await clients.run(seed, lambda: struck.done() and time.monotonic() - began > seconds)
-            errors = [f"a fault did not end: {error!r}" for error in await struck if error is not None]
+            await clients.run(seed, lambda: all_faults.done() and time.monotonic() - began > seconds)
+            errors = [f"a fault did not end: {error!r}" for error in await all_faults if error is not None]
             await stack.revive()
             found = await leaks(stack, self.start) + errors
             lies = watch.lies(clients.refusals) + await canaries(clients, stack.gateways, self.cases)
             stack.note_crashes()
         finally:
-            watching.cancel()
-            await asyncio.wait([watching])
+            for task in (watching, *groups):
+                task.cancel()
+            await asyncio.wait([watching, *groups])
         tally = clients.tally
         result = SeedResult(
             seed=seed,
@@ -132,7 +135,6 @@ class SeedRunner:
             problems=tally.problems,
             deaths={name: n for name in PROCESSES if (n := stack.deaths.get(name, 0) - before.get(name, 0))},
             faults=[str(fault) for fault in faults],
-            ttl_p50_s=statistics.median(tally.seconds) if tally.seconds else 0.0,
         )
         self._say(str(result))
         if not result.good or result.problems:
@@ -140,7 +142,7 @@ class SeedRunner:
         return result
 
     async def _group(self, faults: Sequence[ScheduledFault], group: str, clients: ChaosClients, began: float) -> None:
-        """Causes the faults of one group in turn."""
+        """Causes the faults of one group, one after another."""
         for fault in faults:
             if fault.group == group:
                 await asyncio.sleep(began + fault.at_s - time.monotonic())
@@ -148,7 +150,7 @@ class SeedRunner:
                 await self.stack.apply(fault)
 
     def _explain(self, result: SeedResult, sizes: dict[str, int]) -> None:
-        """Prints what a person needs to find the cause."""
+        """Prints everything that helps to find the cause."""
         self._say(f"  run it again: make chaos SEEDS={result.seed}")
         for title, lines in (
             ("fault", result.faults),
@@ -173,7 +175,7 @@ def clients_of(stack: ChaosStack, cases: Sequence[Case]) -> ChaosClients:
 
 
 async def _moment(fault: ScheduledFault, clients: ChaosClients) -> None:
-    """Waits until the load is in the state in which the fault begins, at most MOMENT_S."""
+    """Waits until the load is in the state that the fault wants, at most MOMENT_S."""
     waits_for = {"prompt": lambda: clients.prompts > 0, "answer": lambda: clients.answers > 0}.get(fault.moment)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MOMENT_S):

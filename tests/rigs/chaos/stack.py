@@ -3,9 +3,9 @@
     clients --> gateway-N --[proxy of pod]--> prefill-N, decode-N --[proxy of pod]--> other pods
                 gateway-N, pods --[proxy of process]--> valkey
 
-Calls between services use mutual TLS and signatures, clients need API keys. Pods advertise the port of their proxy. The
-KV itself goes by NIXL past the proxies. Processes come from fork servers; a process that ended is started again only by
-this harness. Faults and restarts keep names and ports, as Kubernetes does for a StatefulSet.
+Calls between services use mutual TLS and signatures, and clients need API keys. Pods advertise the port of their proxy.
+The KV itself goes over NIXL, past the proxies. Fork servers start the processes. Only the harness starts a process
+again. Names and ports stay the same after a restart, as in a StatefulSet of Kubernetes.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ from tests.rigs.index.tcp_proxy import TcpProxy
 PODS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 GATEWAYS = ("gateway-0", "gateway-1")
 TENANTS = ("alice", "bob")
-READY_S = 60.0
-USED_S = 10.0
-POLL_S = 0.1
-DUTY_S = (0.08, 0.02)  #: A slow process stands still and runs so long in turn.
-CALL_S = 5.0
+READY_S = 60.0  #: Longest time until a started process is ready.
+USED_S = 10.0  #: Longest wait until a gateway uses a pod again.
+POLL_S = 0.1  #: Pause between two looks.
+KEPT_S = 60.0  #: Gateways keep answers with keys so long, so that their memory is level after the first minute.
+DUTY_S = (0.08, 0.02)  #: A slow process stands still for the first time and runs for the second, in turn.
+CALL_S = 5.0  #: Time limit of the harness's own calls.
 _POD_CODE = ("cli.app", "cli.commands.services", "prefill_service.servicer", "decode_service.servicer", "uvloop")
 _GATEWAY_CODE = ("cli.app", "cli.commands.services", "cli.demo.model", "gateway.server", "uvloop")
 
 
 class ChaosStack:
-    """The processes, their proxies and their faults. Made by `running`."""
+    """The processes, their proxies and their faults. `running` makes it."""
 
     def __init__(self, directory: Path) -> None:
         """Plans the stack; `directory` gets the model, the keys and the logs."""
         self.directory, self.model_dir = directory, directory / "model"
         self.model_dir.mkdir(parents=True)
         write_model(self.model_dir)
-        self.keys: dict[str, str] = {}
+        self.keys: dict[str, str] = {}  #: API key of each tenant.
         file = KeyFile(directory / "keys.toml")
         for tenant in TENANTS:
             self.keys[tenant], record = create_key(tenant)
@@ -68,15 +69,16 @@ class ChaosStack:
         self.gateways: list[Gateway] = []
         self.crashes: list[str] = []  #: Ends of processes that no fault caused.
         self.deaths: dict[str, int] = {}  #: Kills by process.
-        self._expected_ends: set[str] = set()
-        self._proxies: dict[str, TcpProxy] = {}  #: Of each pod, by its name; to Valkey, by "index NAME".
+        self._expected_ends: set[str] = set()  #: Processes whose end is no crash, or is recorded already.
+        #: The proxy of a pod, by its name, and the proxy of a process to Valkey, by "index NAME".
+        self._proxies: dict[str, TcpProxy] = {}
         self._open = contextlib.AsyncExitStack()
         self._specs: dict[str, ServiceSpec] = {}
 
     @classmethod
     @contextlib.asynccontextmanager
     async def running(cls, directory: Path) -> AsyncIterator[ChaosStack]:
-        """Runs a stack that is ready."""
+        """Yields a stack that is ready, and stops it at the end."""
         stack = cls(directory)
         try:
             await stack._start()
@@ -138,7 +140,8 @@ class ChaosStack:
                 self._specs[spec.name] = spec
 
     async def _add_gateway(self, server: ForkServer, spec: ServiceSpec, name: str, **ports: int) -> None:
-        argv = [*spec.process.argv, *(f"--{key.replace('_', '-')}={port}" for key, port in ports.items())]
+        argv = [*spec.process.argv, f"--idempotency-ttl-s={KEPT_S:g}"]
+        argv += [f"--{key.replace('_', '-')}={port}" for key, port in ports.items()]
         address = f"127.0.0.1:{ports['port']}" if ports else spec.address
         port = int(address.rpartition(":")[2])
         spec = dataclasses.replace(spec, address=address, probe=functools.partial(probes.http_ready, "127.0.0.1", port))
@@ -149,7 +152,7 @@ class ChaosStack:
         self.gateways.append(Gateway(name, f"http://{address}", client, in_rotation=False))
 
     async def _add(self, server: ForkServer, spec: ServiceSpec, name: str, argv: list[str]) -> None:
-        """Adds a process that is forked by `server` and reaches Valkey by a proxy of its own."""
+        """Adds a process. `server` forks it, and it reaches Valkey through a proxy of its own."""
         proxy = await self._proxy(f"index {name}", int(self._redis_url.rpartition(":")[2].partition("/")[0]))
         before, _, _ = self._redis_url.rpartition(":")
         env = {**(spec.process.env or {}), "BATON_REDIS": f"{before}:{proxy.port}/0"}
@@ -163,18 +166,20 @@ class ChaosStack:
         return proxy
 
     async def _stop(self) -> None:
-        """Stops the gateways, then the pods, then Valkey; kills what is left."""
-        for stage in sorted({spec.stop_stage for spec in self._specs.values()}):
-            members = [spec.process for spec in self._specs.values() if spec.stop_stage == stage]
-            for process in members:
-                process.send(signal.SIGCONT)
-                process.send(signal.SIGTERM)
-            end = time.monotonic() + 5.0
-            while any(process.alive for process in members) and time.monotonic() < end:
-                await asyncio.sleep(0.05)
-            for process in members:
-                await asyncio.to_thread(process.kill)
-        await self._open.aclose()
+        """Stops the gateways, then the pods, then Valkey. Kills a process that has not ended after 5 s."""
+        try:
+            for stage in sorted({spec.stop_stage for spec in self._specs.values()}):
+                members = [spec.process for spec in self._specs.values() if spec.stop_stage == stage]
+                for process in members:
+                    process.send(signal.SIGCONT)
+                    process.send(signal.SIGTERM)
+                end = time.monotonic() + 5.0
+                while any(process.alive for process in members) and time.monotonic() < end:
+                    await asyncio.sleep(0.05)
+                for process in members:
+                    await asyncio.to_thread(process.kill)
+        finally:  # a fork server that has ended answers nothing
+            await self._open.aclose()
 
     # -- state
 
@@ -205,7 +210,7 @@ class ChaosStack:
             return file.read().decode(errors="replace").splitlines()
 
     async def wait_ready(self, name: str, timeout_s: float = READY_S) -> None:
-        """Waits until the probe of a process succeeds. A gateway then is in rotation again."""
+        """Waits until the probe of a process succeeds. Clients may then choose it, if it is a gateway."""
         end, spec = time.monotonic() + timeout_s, self._specs[name]
         while True:
             with contextlib.suppress(TimeoutError):
@@ -226,20 +231,20 @@ class ChaosStack:
 
     @contextlib.asynccontextmanager
     async def redis(self) -> AsyncIterator[Any]:
-        """Yields a client of Valkey that uses no proxy."""
+        """Yields a client of Valkey without a proxy."""
         client: Any = Redis.from_url(self._redis_url, socket_timeout=CALL_S, decode_responses=True)
         async with client:
             yield client
 
     def note_crashes(self) -> None:
-        """Records processes that ended although no fault killed them."""
+        """Records the processes that ended although no fault killed them."""
         for name, spec in self._specs.items():
             if not spec.process.alive and name not in self._expected_ends:
                 self._expected_ends.add(name)
                 self.crashes.append(f"{name} ended with {spec.process.exit_code}:\n{self.log(name)}")
 
     async def revive(self) -> None:
-        """Starts the processes again that ended by themselves."""
+        """Starts every process again that has ended."""
         self.note_crashes()
         for name in [name for name, spec in self._specs.items() if not spec.process.alive]:
             await self.restart(name)
@@ -253,7 +258,7 @@ class ChaosStack:
         await self.wait_ready(name)
 
     async def apply(self, fault: ScheduledFault) -> None:
-        """Causes a fault and ends it. Returns when the process is ready again and, if a pod, the gateways use it."""
+        """Causes a fault and ends it. Returns when the process is ready again, and when gateways use a pod again."""
         name = fault.victim
         match fault.kind:
             case FaultKind.KILL:
@@ -266,8 +271,8 @@ class ChaosStack:
                     await self._frozen(name, DUTY_S[0])
                     await asyncio.sleep(DUTY_S[1])
             case FaultKind.FULL_DISK:
-                # A limit of the file size makes each write fail, as on a full disk (EFBIG in place of ENOSPC). Python
-                # ignores SIGXFSZ.
+                # With this limit of the file size each write fails, as on a full disk (EFBIG in place of ENOSPC). The
+                # signal SIGXFSZ has no effect, because Python ignores it.
                 pid = self.pid(name)
                 with contextlib.suppress(ProcessLookupError):
                     soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -301,7 +306,7 @@ class ChaosStack:
             await asyncio.gather(*(self._wait_used(gateway, name) for gateway in self.gateways))
 
     async def _wait_used(self, gateway: Gateway, pod: str) -> None:
-        """Waits until the gateway uses the pod, or a fault of the gateway itself has taken USED_S."""
+        """Waits until the gateway uses the pod, at most USED_S: the gateway may have a fault of its own."""
         headers = {"authorization": f"Bearer {self.keys[TENANTS[0]]}"}
         end = time.monotonic() + USED_S
         while time.monotonic() < end:
@@ -312,7 +317,7 @@ class ChaosStack:
             await asyncio.sleep(POLL_S)
 
     def _links(self, name: str, *, control: bool) -> list[TcpProxy]:
-        """The proxies of a process: of all its connections, or only of those to Valkey."""
+        """Returns the proxies of a process: with `control` of all its connections, else only of those to Valkey."""
         if name == "valkey":
             return [proxy for link, proxy in self._proxies.items() if link.startswith("index ")]
         own = [self._proxies[name]] if control and name in self._proxies else []

@@ -9,11 +9,11 @@ from typing import Any
 
 from engine.engine import Engine
 
-LIMIT_S = 60.0  #: A test that fails must not leave a blocked thread.
+LIMIT_S = 60.0  #: Longest block, so that a failing test leaves no blocked thread.
 
 
 class BlockedStep:
-    """Blocks the steps of an engine after the next `after` steps until `release`, each for at most LIMIT_S."""
+    """Lets `after` more steps of an engine run, and blocks all later ones until `release`, each at most LIMIT_S."""
 
     def __init__(self, engine: Engine, after: int = 0) -> None:
         self.entered = threading.Event()  #: Set when a step is blocked.
@@ -39,7 +39,7 @@ class BlockedStep:
 
 @contextmanager
 def blocked_steps(engine: Engine, after: int = 0) -> Iterator[BlockedStep]:
-    """Blocks the steps of an engine after the next `after` steps, inside the block or until `release`."""
+    """Lets `after` more steps of an engine run, and blocks later ones until `release` or the end of the scope."""
     blocked = BlockedStep(engine, after)
     try:
         yield blocked

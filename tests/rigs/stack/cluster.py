@@ -94,6 +94,10 @@ class Cluster:
     def alive(self, name: str) -> bool:
         return self._specs[name].process.alive
 
+    def exit_code(self, name: str) -> int | None:
+        """Returns the exit code of a process that has ended."""
+        return self._specs[name].process.exit_code
+
     def log(self, name: str, lines: int = 40) -> str:
         """Returns the end of a process's log."""
         return "\n".join(self._specs[name].process.tail(lines))

@@ -24,8 +24,9 @@ from common.types import Role
 from common.wire import kv_target_from_pb, kv_target_to_pb, layout_to_pb, role_to_pb
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.nixl import NixlBackend
-from kv_transfer.backend.staged import StagedBackend, StagingOptions
-from kv_transfer.backend.staging_area import make_copier
+from kv_transfer.backend.staged import StagedBackend
+from kv_transfer.backend.staging.agent import StagingOptions
+from kv_transfer.backend.staging.copiers import make_copier
 from kv_transfer.memory import host_pool
 from kv_transfer.node import TransferNode
 from kv_transfer.peers.pair_prober import PAIR_PROBE_S

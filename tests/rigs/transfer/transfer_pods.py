@@ -20,8 +20,9 @@ from common.wire import layout_to_pb, role_to_pb
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.backend.nixl import NixlBackend
-from kv_transfer.backend.staged import StagedBackend, StagingOptions
-from kv_transfer.backend.staging_area import make_copier
+from kv_transfer.backend.staged import StagedBackend
+from kv_transfer.backend.staging.agent import StagingOptions
+from kv_transfer.backend.staging.copiers import make_copier
 from kv_transfer.memory import MemoryKind, PoolMemory, host_pool
 from kv_transfer.messages import Commit
 from kv_transfer.node import TransferNode
