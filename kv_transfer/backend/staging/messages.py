@@ -10,7 +10,7 @@ import json
 import struct
 from dataclasses import asdict, dataclass
 
-from common.errors import TransferFailed
+from common.errors import TransferFailed, describe
 
 _HELLO, _GRANT, _LAND, _LANDED = b"BTH1", b"BTH2", b"BTH3", b"BTH4"
 _SESSION = struct.Struct(">4sQ")
@@ -124,10 +124,10 @@ def unpack_description(metadata: bytes) -> tuple[AreaDescription, bytes]:
         head = json.loads(metadata[4:end])
         if not isinstance(head, dict):
             raise ValueError("it is not an object")
-        numbers = [int(head[name]) for name in ("base", "slots", "slot_bytes", "window")]
+        base, slots, slot_bytes, window = (int(head[name]) for name in ("base", "slots", "slot_bytes", "window"))
         token = bytes.fromhex(str(head["token"])).hex()
-        return AreaDescription(*numbers, str(head["file"]), token), metadata[end:]
+        return AreaDescription(base, slots, slot_bytes, window, str(head["file"]), token), metadata[end:]
     except KeyError as e:
-        raise TransferFailed(f"the description of the staging area is malformed: it has no {e}") from e
+        raise TransferFailed(f"the description of the staging area is malformed: {describe(e)}") from e
     except (ValueError, TypeError) as e:
         raise TransferFailed(f"the description of the staging area is malformed: {e}") from e
