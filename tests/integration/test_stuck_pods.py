@@ -83,7 +83,7 @@ async def test_a_stuck_step_makes_the_pod_unready_until_it_ends(model_dir: Path,
                 await until(lambda: _gives(health(pod), health_pb2.HealthCheckResponse.NOT_SERVING))
                 with pytest.raises(Unavailable, match="the engine is stuck on pod"):
                     await cluster.reserve(request(prompt_of(5)))
-                assert pod.counted("stuck_loops") == {("engine",): 1.0}
+                await until(lambda: pod.counted("stuck_loops") == {("engine",): 1.0})  # counted after the stacks
                 steps = info.activity.steps
             assert (await task).ids == expected(llm, r)
             await until(lambda: _is_ready(pod))
