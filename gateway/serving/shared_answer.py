@@ -29,6 +29,10 @@ _DROP_STEP = 256  #: At least this many items are dropped at once.
 T = TypeVar("T")
 
 
+def _ignore() -> None:
+    """Does nothing."""
+
+
 class SharedAnswer(Generic[T]):
     """The items of one answer, and its readers."""
 
@@ -38,8 +42,8 @@ class SharedAnswer(Generic[T]):
         self.complete = False  #: No more items come.
         self.error: BatonError | None = None  #: Why the answer failed. Readers get it after the last item.
         self.client_ids: set[str] = set()  #: Request ids of the clients that read the answer, if they sent one.
-        self.on_growth: Callable[[], None] = lambda: None  #: See REPORT_BYTES.
-        self.on_abandoned: Callable[[], None] = lambda: None  #: Called when the last reader of a running answer ends.
+        self.on_growth: Callable[[], None] = _ignore  #: See REPORT_BYTES.
+        self.on_abandoned: Callable[[], None] = _ignore  #: Called when the last reader of a running answer ends.
         self._items: list[T] = []
         self._first = 0  #: Number of the first item in `_items`.
         self._next_report = REPORT_BYTES
@@ -66,6 +70,7 @@ class SharedAnswer(Generic[T]):
         if self.complete:
             return
         self.complete, self.error = True, error
+        self.on_growth = self.on_abandoned = _ignore  # they refer to the answer, so they would keep it from being freed
         for reader in self._readers:
             reader.wake()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.errors import IdempotencyConflict, InvalidRequest, Overloaded
+from gateway.api.http.endpoint import HttpResponse
+from gateway.api.http.json import OPENAI_ERRORS
+from gateway.api.http.keyed import EndedResponse, HttpAnswer
 from gateway.serving.answer_keys import ANSWER_SHARE, ENTRY_BYTES, KeyBook, KeyEntry, digest, parse_key
 from gateway.serving.request import AnswerIdentity
 from gateway.serving.shared_answer import MAX_LAG, MAX_READERS, SharedAnswer
@@ -272,3 +278,21 @@ async def test_readers_get_the_items_and_then_the_error() -> None:
         assert await reader.next() == [1]
         with pytest.raises(InvalidRequest, match="wrong"):
             await reader.next()
+
+
+def test_an_ended_answer_keeps_nothing_of_its_request() -> None:
+    answer = HttpAnswer()
+    answer.source = source = HttpResponse(answer.send, answer, OPENAI_ERRORS)
+    source.request_id, source.headers = "r-1", {"x-request-id": "r-1"}
+    answer.on_growth = answer.on_abandoned = partial(answer.add, b"", 0)
+    watched, ended = weakref.ref(source), weakref.ref(answer)
+    answer.end()
+    assert answer.source == EndedResponse("r-1", {"x-request-id": "r-1"}, source.ping_event)
+    gc.disable()  # only counts of references free an object
+    try:
+        del source
+        assert watched() is None
+        del answer
+        assert ended() is None
+    finally:
+        gc.enable()

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Iterable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.types import Message, Receive, Scope
 
@@ -33,6 +33,15 @@ _log = logging.getLogger(__name__)
 Part = bytes | Message  #: A chunk of the body after which more follows, or another ASGI message.
 
 
+class EndedResponse(NamedTuple):
+    """What retries need of the handler's HttpResponse after its end."""
+
+    request_id: str | None
+    headers: dict[str, str]
+    ping_event: bytes
+    context: None = None
+
+
 class HttpAnswer(SharedAnswer[Part]):
     """An answer as ASGI messages. The HttpResponse of the handler writes to it, as a ChunkWriter and by `send`."""
 
@@ -41,7 +50,14 @@ class HttpAnswer(SharedAnswer[Part]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.source: HttpResponse | None = None  #: The handler's response; None before the answer is computed.
+        #: The handler's response; None before the answer is computed.
+        self.source: HttpResponse | EndedResponse | None = None
+
+    def end(self, error: BatonError | None = None) -> None:
+        """Ends the answer, and drops the request: a kept answer needs the memory of its items only."""
+        super().end(error)
+        if isinstance(self.source, HttpResponse):
+            self.source = EndedResponse(self.source.request_id, self.source.headers, self.source.ping_event)
 
     def write(self, piece: bytes) -> bool:
         """Adds a chunk of the body, if it is not empty. Returns True: the next chunk may be written at once."""
