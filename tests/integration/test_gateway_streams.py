@@ -316,9 +316,12 @@ async def test_the_wait_for_lost_pods_ends(smollm2_dir: Path) -> None:
         lost = time.monotonic()
         await cluster.decodes[0].stop()
         _, events = await task
-        assert 0.4 < time.monotonic() - lost < 10
+        assert time.monotonic() - lost > 0.4
         assert "decode-0" in events[-2]["error"]["message"]
         assert events[-1] == "[DONE]"
-        refused = time.monotonic()  # a new request does not wait
+
+
+async def test_a_new_request_does_not_wait_for_lost_pods(smollm2_dir: Path) -> None:
+    async with fake_cluster() as cluster, rig(cluster, smollm2_dir, pod_wait_s=3600.0) as gw:
+        await cluster.decodes[0].stop()
         assert (await gw.complete()).status_code == 503
-        assert time.monotonic() - refused < 0.4
