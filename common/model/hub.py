@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import sys
 import threading
@@ -114,10 +115,24 @@ def fetch(
 
 
 def remove_partial_files() -> None:
-    """Removes the incomplete files of this process's downloads (Linux). Call it before the process ends at once."""
-    for descriptor in Path("/proc/self/fd").glob("*"):
+    """Removes the incomplete files of this process's downloads (Linux). Call it before the process ends at once.
+
+    The process cannot open files afterwards.
+    """
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text("ascii")
+        slots = int(status.partition("FDSize:")[2].split()[0])
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # a download thread would open its next file
+        _remove_open_partial_files(slots)
+        time.sleep(0.05)  # a file that was created before the limit has its descriptor now
+        _remove_open_partial_files(slots)
+
+
+def _remove_open_partial_files(slots: int) -> None:
+    for descriptor in range(2 * slots):  # the table can have grown once since its size was read
         with contextlib.suppress(OSError):
-            if (file := os.readlink(descriptor)).endswith(".incomplete"):
+            if (file := os.readlink(f"/proc/self/fd/{descriptor}")).endswith(".incomplete"):
                 os.unlink(file)
 
 

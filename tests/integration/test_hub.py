@@ -351,6 +351,27 @@ def test_a_stack_of_a_model_in_the_cache(hub: HubServer, repository: Repository,
         assert f"serves {NAME} on" in log
 
 
+def test_partial_files_of_threads_that_go_on(tmp_path: Path) -> None:
+    """Threads of a download open their next files while the process ends."""
+    code = """if True:
+        import itertools, os, sys, threading, time
+        from common.model.hub import remove_partial_files
+        files = []
+        def download(name):
+            for n in itertools.count():
+                files.append(open(f"{sys.argv[1]}/{name}-{n}.incomplete", "wb"))
+                time.sleep(0.0002)
+        for name in "abcd":
+            threading.Thread(target=download, args=(name,), daemon=True).start()
+        time.sleep(0.02)
+        remove_partial_files()
+        os._exit(7)
+    """
+    ended = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, check=False)
+    assert ended.returncode == 7, ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_baton_pull_and_a_start_without_the_network(hub: HubServer, repository: Repository, tmp_path: Path) -> None:
     """In processes of their own, which read the library's environment variables."""
     env = {**os.environ, **hub_environment(hub, tmp_path / "home"), "PYTHONPATH": str(ROOT)}
