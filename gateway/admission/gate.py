@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -37,6 +38,8 @@ from gateway.admission.queue import (
     QueueForecast,
 )
 from gateway.telemetry.metrics import GatewayMetrics
+
+_log = logging.getLogger(__name__)
 
 TARGET_POD_QUEUE_S = 1.0  #: Length of the pods' prompt queue that the gate keeps, so that pods are always busy.
 REPORT_DELAY_S = 0.1  #: A request that passed this recently may not be in the pods' reports yet.
@@ -393,22 +396,30 @@ class Gate:
         """Lets waiting requests pass and sheds late ones, until the queue is empty."""
         while self._queue:
             self._changed.clear()
-            while self._queue and self._pods_have_room():
-                entry = self._queue.pop()
-                assert entry is not None
-                self._turns.on_done(entry.expected_tokens, self._clock())
-                self._pass(entry)
-                waiter = self._waiters[entry]
-                if waiter.cancelled():
-                    self.release(entry, 0)
-                else:
-                    waiter.set_result(None)
-            if self._queue and self._clock() >= self._next_shed_at:
-                self._shed_late()
-            excess_s = self._forecast.queue_s(self._unreported_tokens()) - TARGET_POD_QUEUE_S
+            pause_s = TICK_S[1]
+            try:
+                self._admit()
+                if self._queue and self._clock() >= self._next_shed_at:
+                    self._shed_late()
+                pause_s = self._forecast.queue_s(self._unreported_tokens()) - TARGET_POD_QUEUE_S
+            except Exception:
+                _log.exception("the queue could not be served, trying again")
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], excess_s))):
+                async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], pause_s))):
                     await self._changed.wait()
+
+    def _admit(self) -> None:
+        """Lets waiting requests pass while the pods have room."""
+        while self._queue and self._pods_have_room():
+            entry = self._queue.pop()
+            assert entry is not None
+            self._turns.on_done(entry.expected_tokens, self._clock())
+            self._pass(entry)
+            waiter = self._waiters[entry]
+            if waiter.cancelled():
+                self.release(entry, 0)
+            else:
+                waiter.set_result(None)
 
     def _shed_late(self) -> None:
         """Makes the forecast of each waiting request again, and sheds the requests that would be late.

@@ -237,7 +237,10 @@ class Pod:
     async def _watch(self) -> None:
         while True:
             self._recheck_event.clear()
-            self._find_stalls(answered=await self._call_info())
+            try:
+                self._find_stalls(answered=await self._call_info())
+            except Exception:
+                _log.exception("pod %s could not be watched, trying again", self.name)
             with suppress(TimeoutError):
                 # asyncio.wait_for can swallow a cancellation before Python 3.12, and then `stop` would wait forever.
                 async with asyncio.timeout(INFO_PERIOD_S):

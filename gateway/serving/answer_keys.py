@@ -103,8 +103,8 @@ class KeyBook:
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._entries: dict[bytes, KeyEntry] = {}
-        self._kept: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Entries with a kept answer, the oldest first.
-        self._bare: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Entries without their answer, the oldest first.
+        self._ended: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Entries whose answer ended, the oldest first.
+        self._kept: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Those of `_ended` with their answer, in its order.
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -133,7 +133,7 @@ class KeyBook:
     def start(self, entry: KeyEntry, answer: SharedAnswer[Any]) -> None:
         """Called when the computing of an answer begins. The entry has no answer."""
         assert entry.answer is None
-        self._bare.pop(entry.scope, None)
+        self._ended.pop(entry.scope, None)
         entry.answer, entry.expires_at = answer, math.inf
         self._trim()
 
@@ -156,7 +156,8 @@ class KeyBook:
             self._kept[entry.scope] = entry
         else:
             self._detach(entry)
-            self._bare[entry.scope] = entry
+        self._ended[entry.scope] = entry
+        self._ended.move_to_end(entry.scope)
         entry.expires_at = now + self._ttl_s
         self._trim()
 
@@ -164,8 +165,8 @@ class KeyBook:
         """Removes an entry. No effect if it is removed already."""
         if self._entries.get(entry.scope) is entry:
             del self._entries[entry.scope]
+            self._ended.pop(entry.scope, None)
             self._kept.pop(entry.scope, None)
-            self._bare.pop(entry.scope, None)
             self.size -= entry.size
 
     def _detach(self, entry: KeyEntry) -> None:
@@ -178,16 +179,14 @@ class KeyBook:
 
     def _trim(self) -> None:
         while self.size > self._max_bytes and self._kept:
-            scope, entry = self._kept.popitem(last=False)
+            _, entry = self._kept.popitem(last=False)
             self._detach(entry)
-            self._bare[scope] = entry
-        while self.size > self._max_bytes and self._bare:
-            self.forget(next(iter(self._bare.values())))
+        while self.size > self._max_bytes and self._ended:
+            self.forget(next(iter(self._ended.values())))
 
     def _forget_expired(self, now: float) -> None:
-        for ended in (self._kept, self._bare):
-            while ended and (oldest := next(iter(ended.values()))).expires_at <= now:
-                self.forget(oldest)
+        while self._ended and (oldest := next(iter(self._ended.values()))).expires_at <= now:
+            self.forget(oldest)
 
 
 def conflict() -> IdempotencyConflict:

@@ -77,6 +77,23 @@ async def stepping(pod: FakePod) -> AsyncIterator[None]:
         task.cancel()
 
 
+async def test_a_pod_is_watched_after_an_error(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    look, errors = gateway_pod.Pod._find_stalls, [ValueError("a bug") for _ in range(3)]
+
+    def failing(self: gateway_pod.Pod, *, answered: bool) -> None:
+        if errors:
+            raise errors.pop()
+        look(self, answered=answered)
+
+    monkeypatch.setattr(gateway_pod.Pod, "_find_stalls", failing)
+    await until(lambda: caplog.text.count("could not be watched") == 3, 30)
+    victim = cluster.decodes[0]
+    await victim.stop()
+    await until(lambda: not gw.gateway.pod_table.pods[victim.address].alive, 30)
+
+
 async def stalls(gw: Rig, cluster: FakeCluster) -> tuple[FakePod, asyncio.Task[str]]:
     """Starts a request that gets five tokens and then no more. Returns its decode pod and the request's task.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
+import math
 import random
 import weakref
 from functools import partial
@@ -116,11 +118,19 @@ class BookMachine(RuleBasedStateMachine):
         assert self.book.size == sum(entry.size for entry in entries)
         if self.book.size > self.max_bytes:
             assert not self.book._kept
-            assert not self.book._bare
-        ended = [*self.book._kept.values(), *self.book._bare.values()]
-        assert len({entry.scope for entry in ended}) == len(ended)
-        assert all(entry.answer is not None for entry in self.book._kept.values())
-        assert all(entry.answer is None for entry in self.book._bare.values())
+            assert not self.book._ended
+        ended = list(self.book._ended.values())
+        assert all(before.expires_at <= after.expires_at for before, after in itertools.pairwise(ended))
+        kept = [entry for entry in ended if entry.answer is not None]
+        assert list(self.book._kept.values()) == kept
+        assert all(self.book._entries[entry.scope] is entry for entry in ended)
+        assert all(self.book._entries[scope].expires_at < math.inf for scope in self.book._ended)
+
+    @invariant()
+    def expired_keys_are_gone_after_a_look(self) -> None:
+        if hasattr(self, "book"):
+            self.book._forget_expired(self.now)
+            assert all(entry.expires_at > self.now for entry in self.book._entries.values())
 
 
 TestBook = BookMachine.TestCase

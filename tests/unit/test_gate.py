@@ -13,6 +13,7 @@ from gateway.admission.api_keys import ANONYMOUS, Caller
 from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.queue import QueueEntry
 from gateway.telemetry.metrics import GatewayMetrics
+from tests.rigs.waiting import until
 
 A, B = (Caller(tenant=name, key_id=name) for name in "ab")
 
@@ -182,6 +183,27 @@ async def test_the_forecast_uses_the_measured_speed_of_the_queue() -> None:
         late.cancel()
         await asyncio.gather(late, return_exceptions=True)
     await drop(g, *tasks)
+
+
+async def test_the_queue_is_served_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Pods):
+        errors = 3
+
+        def queue_s(self, launched: int) -> float:
+            if g.waiting and self.errors:
+                self.errors -= 1
+                raise ValueError("a bug")
+            return super().queue_s(launched)
+
+    pods = Failing()
+    g = gate(pods, max_running=1)
+    running = await enter(g)
+    waiting = await soon(g)
+    await until(lambda: pods.errors == 0)
+    g.release(running, 20)
+    await asyncio.wait_for(waiting, 30)
+    assert caplog.text.count("the queue could not be served") == 3
+    g.stop()
 
 
 async def test_without_measurements_no_request_is_delayed_or_rejected() -> None:
