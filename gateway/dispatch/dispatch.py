@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from common.errors import (
     BatonError,
+    Cancelled,
     ConfigError,
     DeadlineExceeded,
     InternalError,
@@ -89,6 +90,7 @@ class Dispatch:
         self._answering_attempts: list[Attempt] = []  # attempts that gave a part of the answer
         self._lost_error: BatonError | None = None  #: Error that interrupted the answer; None once it goes on.
         self._stopped_samples: set[int] = set()
+        self._closed = False
 
     # -- reading
 
@@ -138,10 +140,11 @@ class Dispatch:
     # -- attempts
 
     async def _start_attempt(self) -> Attempt:
-        """Plans the request if it has changed, and starts the next attempt."""
+        """Plans the request if it has changed, and starts the next attempt. Raises BatonError."""
         if self._plan is None:
             with self._metrics.routing.labels("plan").time():
                 self._plan = await self._router.plan(self.request, self._affinity, self._layout_fingerprint)
+        self._require_open()
         self._attempt_number += 1
         self._attempt = attempt = Attempt(
             self._plan,
@@ -150,7 +153,12 @@ class Dispatch:
             deadline=self._deadline,
             timeline=self._timeline,
         )
-        await attempt.start()
+        try:
+            await attempt.start()
+        finally:
+            if self._closed:  # meanwhile, by another task; the one that runs this may be cancelled only later
+                attempt.close()
+        self._require_open()
         for sample in self._stopped_samples:  # stopped in an earlier attempt
             attempt.stop_sample(sample)
         return attempt
@@ -171,8 +179,8 @@ class Dispatch:
         """
         attempt = self._attempt
         if attempt is None:
-            raise error  # planning failed
-        self.close()
+            raise error  # planning failed, or the request has ended
+        self._close_attempt()
         unfinished, max_tokens = attempt.token_queue.unfinished(), self.request.sampling.max_tokens
         retryable, pause_s = error.retryable or isinstance(error, _POD_ERRORS), RETRY_PAUSE_S
         if isinstance(error, Overloaded) and not attempt.blamed_pods:
@@ -263,12 +271,20 @@ class Dispatch:
             self._attempt.stop_sample(sample)
 
     def close(self) -> None:
-        """Releases everything, and aborts attempts that still run on the pods. Idempotent."""
+        """Releases everything, and aborts attempts that still run on the pods. No attempt starts later. Idempotent."""
+        self._closed = True
+        self._close_attempt()
+        for resumed in self.resumed_samples.values():
+            resumed.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise Cancelled("the request has ended")
+
+    def _close_attempt(self) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.close()
-        for resumed in self.resumed_samples.values():
-            resumed.close()
 
 
 def _for_client(error: BatonError) -> BatonError:

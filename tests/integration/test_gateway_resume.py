@@ -14,10 +14,20 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
+from common.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
 from gateway.dispatch import attempt, dispatch
+from gateway.routing.placement import Placement
+from gateway.routing.router import RoutingPlan
 from gateway.telemetry.timeline import Timeline
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
 from tests.rigs.pods.fake_pods import LAYOUT, FakeCluster, FakePod, fake_cluster
@@ -271,6 +281,39 @@ async def test_a_client_that_reads_too_slowly_gets_no_second_pod(
     with pytest.raises(Overloaded, match="too slowly"):
         await read_late()
     assert len(asked(cluster)) == 1
+    await gw.settled()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_an_end_while_an_attempt_starts_leaves_no_booking(gw: Rig, cluster: FakeCluster, cancelled: bool) -> None:
+    """Another task ends the request. The task that starts the attempt goes on for some turns of the event loop."""
+    request = ValidRequest("ended", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS))
+    timeline = Timeline("ended", None, "completions")
+    run = dispatch.Dispatch(gw.gateway.models.first.router, request, deadline=time.monotonic() + 30, timeline=timeline)
+    for pod in cluster.decodes:
+        pod.faults.reserve_delay_s = 0.2
+    place, closed = RoutingPlan.place, asyncio.Event()
+
+    async def late(*args: Any) -> Placement | None:
+        run.close()
+        closed.set()
+        return await place(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoutingPlan, "place", late)
+        reading = asyncio.create_task(run.next())
+        await until(lambda: any(pod.seen.reserved for pod in cluster.decodes))
+        assert closed.is_set()
+        if cancelled:
+            reading.cancel()
+        with pytest.raises((asyncio.CancelledError, Cancelled)):
+            await asyncio.wait_for(reading, 30)
+    views = [pod.view for pod in gw.gateway.pod_table.pods.values() if pod.view is not None]
+    assert len(views) == len(cluster.decodes) + len(cluster.prefills)
+    assert not any(len(view.prefill_bookings) or len(view.decode_bookings) for view in views)
+    with pytest.raises(Cancelled):
+        await run.next()
+    assert sum(len(pod.seen.reserved) for pod in cluster.decodes) == 1
     await gw.settled()
 
 

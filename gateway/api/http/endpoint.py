@@ -508,8 +508,9 @@ async def run_until_disconnect(work: asyncio.Task[None], receive: Receive, deadl
             await asyncio.wait({work})
     finally:
         disconnected.cancel()
-        if not work.done():
+        if not work.done():  # this task was cancelled; the caller releases the request once its work has ended
             work.cancel()
+            await asyncio.wait({work})
     return stuck
 
 
