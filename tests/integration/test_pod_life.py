@@ -140,7 +140,10 @@ class TestLife:
         async with Cluster.start(model_dir, prefill_config={"allow_tcp": True}):
             assert allowed == [False, True]
 
-    async def test_pods_find_each_other_in_the_index_and_leave_it_first(self, model_dir: Path, tmp_path: Path) -> None:
+    async def test_pods_find_each_other_in_the_index_and_leave_it_first(
+        self, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("prefix_index.publisher._LEAVE_S", 30.0)  # on a busy machine Redis can answer late
         valkey = EmbeddedValkey(0, tmp_path)
         config = {"redis": await valkey.start()}
         reader = IndexReader(config["redis"], timeout_s=5.0)
