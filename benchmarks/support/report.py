@@ -116,12 +116,19 @@ def write(out: Path | None, name: str, metrics: Mapping[str, object], *packages:
         "commit": commit(),
         "card": card(),
         "versions": versions(*packages),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": _command(),
         "metrics": dict(metrics),
         **more,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _command() -> str:
+    """Returns the command line of this process. A module that runs with -m has its name, not its path."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    argv = sys.argv if module is None else ["-m", module.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return shlex.join([Path(sys.executable).name, *argv])
 
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
