@@ -7,6 +7,7 @@ end of a hand-off) or per sequence (decode step).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,19 +16,32 @@ DECAY = 0.97  # Each new point multiplies the weight of older ones by this
 #: Fixed share of a decode step while the steps have one size. A decode step reads all weights for any batch size, so
 #: steps of equal size do not show the fixed part. A second sequence is assumed to cost something, too.
 DECODE_FIXED_SHARE = 0.5
+#: Small prefill steps that must be measured before a rate is reported. The first steps of a process are slow, and
+#: their time would be taken for the fixed time of every prompt.
+MIN_SMALL_STEPS = 3
+FASTEST_POINTS = 64  #: The fastest point is that of at least this many recent points, and of at most twice as many.
 PULL_SHARE = 0.2  # Weight of the newest pull in the mean
 PULL_TTL_S = 120.0  # The measured pull time expires: a long one stops all pulls, and no new pull would correct it
 
 
 class LinearFit:
-    """y = base + slope * x through recent points. base and slope are never negative."""
+    """y = base + slope * x through recent points. base and slope are never negative.
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+    A fixed time is part of every point, so base is at most the smallest recent y.
+    """
+
+    __slots__ = ("_fastest", "_fastest_before", "_n", "_points", "_x", "_xx", "_xy", "_y")
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._points = 0  # Number of all points
+        self._fastest = self._fastest_before = math.inf  # Smallest y of the last points, and of FASTEST_POINTS before
 
     def add_point(self, x: float, y: float) -> None:
+        if self._points % FASTEST_POINTS == 0:
+            self._fastest_before, self._fastest = self._fastest, math.inf
+        self._fastest = min(self._fastest, y)
+        self._points += 1
         self._n = DECAY * self._n + 1
         self._x = DECAY * self._x + x
         self._y = DECAY * self._y + y
@@ -39,9 +53,19 @@ class LinearFit:
         return self._n > 0 and self._x > 0
 
     @property
+    def points(self) -> int:
+        """Number of points so far."""
+        return self._points
+
+    @property
     def mean(self) -> float:
         """Mean of y."""
         return self._y / self._n
+
+    @property
+    def fastest(self) -> float:
+        """Smallest recent y."""
+        return min(self._fastest, self._fastest_before)
 
     def fit(self, fixed: float = 0.0) -> tuple[float, float]:
         """Returns base and slope; zeros while unknown.
@@ -50,6 +74,12 @@ class LinearFit:
         """
         if not self.known:
             return 0.0, 0.0
+        base, slope = self._fit(fixed)
+        if base <= self.fastest:
+            return base, slope
+        return self.fastest, (self.mean - self.fastest) * self._n / self._x
+
+    def _fit(self, fixed: float) -> tuple[float, float]:
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
         if spread > 0.01 * mean_x * mean_x:
@@ -95,12 +125,12 @@ class PodRates:
 
     def prefill_fit(self) -> tuple[float, float]:
         """Returns the prompt tokens per second of full steps and the seconds of an empty step; zeros while unknown."""
-        if not self._prefill.known:
+        if not self._saw_half_full_step and self._prefill.points < MIN_SMALL_STEPS:
             return 0.0, 0.0
         base, slope = self._prefill.fit()
         # A small step has the fixed time of any step, so its time per token says little about a full step.
         if not self._saw_half_full_step:
-            base = max(base, self._prefill.mean / 2)
+            base = max(base, min(self._prefill.fastest, self._prefill.mean / 2))
             slope = min(slope, base / self.full_step)
         return self.full_step / (base + slope * self.full_step), base
 
@@ -109,7 +139,7 @@ class PodRates:
         return self.prefill_estimate_s(tokens) if self._saw_half_full_step else 0.0
 
     def prefill_estimate_s(self, tokens: int) -> float:
-        """Returns `prefill_s` from steps of any size: too low if all were small; 0 before the first step."""
+        """Returns `prefill_s` from steps of any size: too low if all were small; 0 while no rate is known."""
         rate, base = self.prefill_fit()
         return base + tokens / rate if rate else 0.0
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pod.rates import PULL_TTL_S, PodRates
+from pod.rates import FASTEST_POINTS, PULL_TTL_S, PodRates
 
 
 def test_rates_are_zero_before_the_first_step() -> None:
@@ -92,3 +92,31 @@ def test_short_prompts_alone_do_not_overestimate_long_ones() -> None:
         rates.observe_step(tokens, 0, 0.1)
     per_s, base_s = rates.prefill_fit()
     assert base_s + 256 / per_s < 1.0
+
+
+def test_one_slow_step_does_not_become_the_fixed_time_of_every_prompt() -> None:
+    """The first steps of a process are slow. A burst of prompts would be refused, because each counts a fixed time."""
+    rates = PodRates(2048)
+    rates.observe_step(36, 0, 6.0)
+    assert rates.prefill_fit() == (0.0, 0.0)
+    rates.observe_step(36, 0, 6.0)
+    assert rates.prefill_fit() == (0.0, 0.0)
+    for tokens in (800, 400):
+        rates.observe_step(tokens, 0, 0.1 + tokens * 5e-4)
+        per_s, base_s = rates.prefill_fit()
+        assert base_s <= 0.1 + tokens * 5e-4
+    assert 12 * base_s + 1400 / per_s < 15.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 256), st.floats(1e-3, 10.0)), min_size=1, max_size=200))
+def test_the_fixed_time_is_at_most_that_of_the_fastest_recent_step(steps: list[tuple[int, float]]) -> None:
+    rates = PodRates(256)
+    for tokens, seconds in steps:
+        rates.observe_step(tokens, 0, seconds)
+        rates.observe_step(0, tokens, seconds)
+        rates.observe_hand_off(tokens, seconds)
+    fastest = min(seconds for _, seconds in steps[-FASTEST_POINTS:])
+    assert rates.prefill_fit()[1] <= fastest
+    assert rates.decode_fit()[0] <= fastest
+    assert rates.transfer_fit()[1] <= fastest
+    assert all(part >= 0 for part in (*rates.prefill_fit(), *rates.decode_fit(), *rates.transfer_fit()))

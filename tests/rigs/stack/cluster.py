@@ -35,6 +35,8 @@ from common.types import Role
 CHUNK, BLOCK, MAX_MODEL_LEN = 128, 16, 1536
 SPANS = "spans.jsonl"
 
+#: No request is refused because its first token would be late: a busy machine is slow, and that is no failure here.
+LATE_IS_FINE = {"BATON_MAX_TTFT_S": "0"}
 READY_S = 240.0
 IDLE_S = 60.0
 POLL_S = 0.05
@@ -66,7 +68,8 @@ class Cluster:
         config = UpConfig.load(file=None, env={}, flags=flags)
         log_dir.mkdir(parents=True, exist_ok=True)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
-        self.stack = Stack.plan(config, model_dir, log_dir, pod_flags=pod_flags, env={**inherited, **(env or {})})
+        env = {**inherited, **LATE_IS_FINE, **(env or {})}
+        self.stack = Stack.plan(config, model_dir, log_dir, pod_flags=pod_flags, env=env)
         self._specs = {spec.name: spec for spec in self.stack.specs}
         self._ready_s = ready_s
         # A child with a parent-death signal ends with the thread that started it. One long-lived thread starts all.
