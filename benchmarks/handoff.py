@@ -35,7 +35,7 @@ from common.types import Role
 from common.wire import kv_target_from_pb, kv_target_to_pb
 from kv_transfer.messages import Commit, ExposedParts, TransferReport
 from kv_transfer.node import TransferNode
-from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, WriteLimits
+from kv_transfer.sender.write_limits import DEFAULT_WRITE_LIMITS, WriteLimits
 
 METRICS = """
 Through the real gateway, one request at a time, with unique prompts and the client's clock:

@@ -48,7 +48,8 @@ from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.receiver.state_machine import ReceiverMachine
 from kv_transfer.receiver.transfers import IncomingTransfer, TransferReceiver
-from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, OutgoingTransfer, TransferSender, WriteLimits
+from kv_transfer.sender.transfers import OutgoingTransfer, TransferSender
+from kv_transfer.sender.write_limits import DEFAULT_WRITE_LIMITS, WriteLimits
 from kv_transfer.servicer import LendCallback, TransferServicer
 from kv_transfer.transfer_thread import TransferThread
 

@@ -228,16 +228,20 @@ class KeyRing:
                     continue
                 try:
                     self._file_keys[i] = file.read()
+                    self._versions[i] = version
+                    self._on_read(str(file.path), self._file_keys[i])
                 except ConfigError as e:
                     self._log_failure(str(file.path), e)
-                    continue
-                self._versions[i] = version
-                self._on_read(str(file.path), self._file_keys[i])
+                except Exception:  # the keys that are known stay valid, and the next look may succeed
+                    _log.exception("API keys of %s cannot be read", file.path)
 
     async def _watch_redis(self, source: RedisKeyStore) -> None:
         while True:
             await asyncio.sleep(REDIS_PERIOD_S)
-            await self._read_redis(source)
+            try:
+                await self._read_redis(source)
+            except Exception:
+                _log.exception("API keys of %s cannot be read", REDIS_SOURCE)
 
     async def _read_redis(self, source: RedisKeyStore) -> None:
         try:

@@ -273,7 +273,10 @@ class PodTable:
                 self._set_index_up(False, describe(e))
             self._usable_cache = None  # draining pods and the mean rates of peers may have changed
             await asyncio.sleep(POLL_PERIOD_S)
-            self._log_state()
+            try:
+                self._log_state()
+            except Exception:
+                _log.exception("the state of the pods cannot be logged")
 
     def _set_index_up(self, up: bool, why: str = "") -> None:
         self._index_error = why

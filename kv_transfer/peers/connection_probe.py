@@ -68,16 +68,17 @@ class ConnectionProbe:
                 data = _probe_block(nonce, memory.block_bytes)
                 await self.thread.run(partial(memory.write_block, memory.probe_block, data))
                 seconds = await self._time_probe_writes(connection, burst, PROBE_WRITE_S)
-                request = transfer_pb2.ProbeRequest(
-                    pod=info.pod,
-                    generation=info.generation,
-                    nonce=nonce,
-                    digest=probe_digest(nonce, data),
-                    keep_alive=keep_alive,
-                )
-                to, response = (connection.address, connection.pod), transfer_pb2.ProbeResponse
-                limit_s = PROBE_CALL_S if keep_alive else HANDSHAKE_S
-                answer = await self.rpc.call(*to, "Probe", request, response, limit_s)
+            # Without the lock: a peer that does not answer must not delay the probes of the others.
+            request = transfer_pb2.ProbeRequest(
+                pod=info.pod,
+                generation=info.generation,
+                nonce=nonce,
+                digest=probe_digest(nonce, data),
+                keep_alive=keep_alive,
+            )
+            to, response = (connection.address, connection.pod), transfer_pb2.ProbeResponse
+            limit_s = PROBE_CALL_S if keep_alive else HANDSHAKE_S
+            answer = await self.rpc.call(*to, "Probe", request, response, limit_s)
             if answer.intact:
                 break
         else:

@@ -162,6 +162,11 @@ class SenderMachine:
         """The transfer has ended for its caller."""
         return self.state in _ENDED
 
+    @property
+    def num_posted(self) -> int:
+        """Writes that are posted and not terminal."""
+        return len(self._posted)
+
     def connected(self, now: float) -> list[SenderAction]:
         """Called when the connection to the peer passed its probe."""
         if self.state is not SenderState.CONNECTING:

@@ -14,7 +14,7 @@ from functools import partial
 from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed, UnknownTransfer
 from common.types import FinishReason, KvTarget, TransferId
 from kv_transfer.backend.interface import STAGED, TCP_OR_UNKNOWN
-from kv_transfer.memory import MemoryKind, PinnedBlocks, PoolMemory, release_and_log_errors, release_unless_handed_on
+from kv_transfer.memory import PinnedBlocks, PoolMemory, release_and_log_errors, release_unless_handed_on
 from kv_transfer.messages import (
     Commit,
     CommitNotification,
@@ -42,6 +42,7 @@ from kv_transfer.sender.state_machine import (
     SendOpen,
     WritesStopped,
 )
+from kv_transfer.sender.write_limits import WriteLimits, WriteSilence
 from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S, TransferThread
 
 _log = logging.getLogger(__name__)
@@ -54,23 +55,6 @@ NOTIFICATION_PAUSE_S = 10.0
 _REMEMBERED = 65536
 _Actions = Sequence[SenderAction]
 _Call = Callable[[float], Awaitable[None]]  #: A call to the peer, with its timeout in seconds.
-
-
-@dataclass(frozen=True, slots=True)
-class WriteLimits:
-    """Sizes of writes."""
-
-    first_bytes: int  #: Max bytes of a push's first write.
-    max_bytes: int  #: Max bytes of one write.
-    max_in_flight: int  #: Max posted writes per connection.
-
-
-# Host memory: posting a write may copy all of its bytes inline. GPU: posting a write takes a tenth of a millisecond of
-# this thread, which must be little beside the copy. A write cannot be recalled; 128 MiB take two milliseconds at most.
-DEFAULT_WRITE_LIMITS: dict[MemoryKind, WriteLimits] = {
-    "DRAM": WriteLimits(8 << 20, 8 << 20, 4),
-    "VRAM": WriteLimits(32 << 20, 128 << 20, 4),
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -159,6 +143,7 @@ class TransferSender:
     def __post_init__(self) -> None:
         self.sent_blocks = self.sent_transfers = self.failed_transfers = 0
         self._pushes = 0
+        self._silence = WriteSilence(self.write_limits.max_bytes)
         self._table: dict[tuple[str, TransferId], OutgoingTransfer] = {}  #: Transfers that are not over, by key.
         #: Transfers that ended or that a drain refused -> whether every write succeeded.
         self._over: OrderedDict[tuple[str, TransferId], bool] = OrderedDict()
@@ -261,13 +246,26 @@ class TransferSender:
                 self._apply(transfer, transfer.machine.committed(self.clock()))
 
     def tick(self, now: float) -> None:
+        self._silence.look(now)
         for transfer in list(self._table.values()):
-            self._apply(transfer, transfer.machine.tick(now))
-            if transfer.connection is not None and transfer.connection.process_ended:
-                self._apply(transfer, transfer.machine.peer_ended(now))
+            connection, machine = transfer.connection, transfer.machine
+            self._apply(transfer, machine.tick(now))
+            if connection is not None and connection.process_ended:
+                self._apply(transfer, machine.peer_ended(now))
+            elif connection is not None and not machine.ended:
+                self._fail_if_silent(transfer, connection, now)
             overdue = now >= transfer.committed_at + COMMIT_NOTIFICATION_WAIT_S
             if transfer.unacknowledged_commit is not None and overdue and not transfer.machine.ended:
                 self._on_missed_ack(transfer, transfer.unacknowledged_commit, now)
+
+    def _fail_if_silent(self, transfer: OutgoingTransfer, connection: PeerConnection, now: float) -> None:
+        """Fails a transfer whose posted writes do not end, or which a broken connection will never let post one."""
+        stuck = connection.broken and connection.in_flight >= self.write_limits.max_in_flight
+        why = self._silence.trouble(connection, transfer.posted_at, now) if transfer.machine.num_posted else ""
+        if stuck or why:
+            connection.broken = True
+            why = why or f"the connection to {connection.pod} broke"
+            self._apply(transfer, transfer.machine.fail(TransferFailed(why), now))
 
     def close(self, error: BatonError) -> None:
         """Fails every transfer with `error`, because this pod ends."""

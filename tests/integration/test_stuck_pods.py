@@ -33,6 +33,7 @@ from gateway.routing.router import Router
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.timeline import Timeline
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
+from kv_transfer.sender import write_limits
 from pod.rates import PodRates
 from pod.runtime import PodRuntime
 from tests.rigs.engine.blocked_step import BlockedStep, blocked_steps
@@ -244,3 +245,23 @@ async def test_an_answer_continues_when_its_prefill_pod_is_stuck(model_dir: Path
             assert table.pods[victim.runtime.address].state == "stuck"
         await victim.settled()
         await until(lambda: table.pods[victim.runtime.address].state == "ready")
+
+
+async def test_an_answer_moves_when_the_writes_of_its_hand_off_do_not_end(
+    model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pods answer calls and do steps, so only the sender can see it."""
+    monkeypatch.setattr(write_limits, "WRITE_SILENCE_S", 1.0)
+    async with (
+        Cluster.start(model_dir, prefill=1, decode=2, decode_config={"local_prefill": "off"}, check=False) as cluster,
+        gateway(cluster) as (router, _, _),
+    ):
+        before = [request(prompt_of(9, seed=seed), 6) for seed in range(6)]
+        await asyncio.gather(*(answer(router, r) for r in before))  # connects all pairs
+        victim = cluster.decodes[0]
+        cluster.fabric.freeze(victim.agent)
+        try:
+            after = [request(prompt_of(9, seed=10 + seed), 6) for seed in range(6)]
+            assert await asyncio.gather(*(answer(router, r) for r in after)) == [expected(llm, r) for r in after]
+        finally:
+            cluster.fabric.thaw(victim.agent)

@@ -16,7 +16,8 @@ from kv_transfer.peers.connection import PeerConnection
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.receiver.state_machine import ReceiverMachine
 from kv_transfer.receiver.transfers import IncomingTransfer, TransferReceiver
-from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, TransferSender
+from kv_transfer.sender.transfers import TransferSender
+from kv_transfer.sender.write_limits import DEFAULT_WRITE_LIMITS
 from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S
 
 ID = TransferId(5, 1)
