@@ -133,6 +133,15 @@ class LimitReservation:
     day: int  # day since the epoch that the tokens count for
 
 
+@dataclass(frozen=True, slots=True)
+class TokenFields:
+    """The fields of a body that its tokens come from, for errors."""
+
+    prompt_tokens: int = 0  #: Tokens of `prompt_field`; `max_tokens_field` allows the other tokens.
+    prompt_field: str = "prompt"
+    max_tokens_field: str = "max_tokens"
+
+
 class Limiter:
     def __init__(self, url: str | None, metrics: GatewayMetrics, *, timeout_s: float = TIMEOUT_S) -> None:
         """`url`: Redis; None counts in this process only."""
@@ -165,7 +174,14 @@ class Limiter:
         if self._client is not None:
             await self._client.aclose()
 
-    async def reserve(self, caller: Caller, request_id: str, tokens: int, headers: dict[str, str]) -> LimitReservation:
+    async def reserve(
+        self,
+        caller: Caller,
+        request_id: str,
+        tokens: int,
+        headers: dict[str, str],
+        fields: TokenFields = TokenFields(),
+    ) -> LimitReservation:
         """Reserves one request and its prompt and output tokens.
 
         Args:
@@ -174,13 +190,17 @@ class Limiter:
         Raises:
             RateLimited: A limit per minute or the number of concurrent requests is reached.
             QuotaExceeded: The tokens of this day are used up.
-            InvalidRequest: The request is larger than a limit.
+            InvalidRequest: The request is larger than a limit. The error names the prompt's field if the prompt alone
+                is larger.
         """
         limits = caller.limits
         for name, limit in (("minute", limits.tokens_per_minute), ("day", limits.tokens_per_day)):
             if limit and tokens > limit:
                 text = f"the request may need {tokens} tokens, and this API key has {limit} tokens a {name}"
-                raise InvalidRequest(f"{text}; a smaller max_tokens may help", field="max_tokens")
+                if fields.prompt_tokens > limit:
+                    raise InvalidRequest(f"{text}; a shorter prompt may help", field=fields.prompt_field)
+                field = fields.max_tokens_field
+                raise InvalidRequest(f"{text}; a smaller {field} may help", field=field)
         buckets = self._local.setdefault(caller.key_id, KeyBuckets())
         now = int(time.time() * 1000)
         per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)

@@ -22,6 +22,7 @@ from gateway.text.output import (
     prompt_echo,
     prompt_tokens_with_logprobs,
 )
+from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import MessageDelta, ParsedMessage, assemble
 
 
@@ -38,6 +39,32 @@ class CompleteAnswer:
     deltas: tuple[MessageDelta, ...] | None = None  # the deltas of all pieces, None if all of the text is content
 
 
+class PromptReport:
+    """A prompt as its answers report it. Each form is built once, because the samples of a prompt share it."""
+
+    def __init__(self, tokenizer: TextTokenizer, dispatch: Dispatch) -> None:
+        self._tokenizer = tokenizer
+        self._dispatch = dispatch
+        self._ids = dispatch.request.prompt_ids
+        self._tokens: dict[int, tuple[PromptToken, ...]] = {}  #: By the number of alternatives.
+        self._echo: tuple[str, tuple[ReportedToken, ...]] | None = None
+
+    def tokens(self, num_top: int) -> tuple[PromptToken, ...]:
+        """Returns the prompt's tokens with `num_top` alternatives each, once the first token was generated."""
+        if num_top not in self._tokens:
+            parts = self._dispatch.prompt_logprobs
+            self._tokens[num_top] = prompt_tokens_with_logprobs(self._ids, parts, num_top)
+        return self._tokens[num_top]
+
+    def echo(self, num_top: int | None) -> tuple[str, tuple[ReportedToken, ...]]:
+        """Returns the prompt's text and its tokens to report, none without `num_top`, which is always the same."""
+        if self._echo is None:
+            tokens = tuple(map(PromptToken, self._ids)) if num_top is None else self.tokens(num_top)
+            text, reported = prompt_echo(self._tokenizer, tokens)
+            self._echo = text, () if num_top is None else reported
+        return self._echo
+
+
 class Choice:
     """An answer in progress: iterate it for pieces of text, or `collect` it; `close` ends it early.
 
@@ -52,6 +79,7 @@ class Choice:
         dispatch: Dispatch,
         parser_config: OutputParserConfig | None = None,
         *,
+        report: PromptReport,
         group: SampleGroup | None = None,
         sample_index: int = 0,
     ) -> None:
@@ -61,6 +89,7 @@ class Choice:
         self.request = dispatch.request  # the client's own; a dispatch that resumes goes on with another
         self.parser_config = parser_config  # how the text is parsed, None if all of it is content
         self.sample_index = sample_index  #: Among the samples of its prompt; 0 if there is no other.
+        self._report = report
         self._group = group
         self._metrics = model.router.metrics
         self._output = self.new_output()
@@ -138,7 +167,7 @@ class Choice:
             tuple(token for piece in pieces for token in piece.reported),
             finish,
             None if deltas is None else assemble(deltas),
-            None if num_top is None else self._prompt_tokens(num_top),
+            None if num_top is None else self._report.tokens(num_top),
             tuple(token for piece in pieces for token in piece.tokens),
             deltas,
         )
@@ -184,10 +213,6 @@ class Choice:
         self._prompt_logprobs_taken = bool(parts)
         return join_prompt_logprobs(parts) if parts else None
 
-    def _prompt_tokens(self, num_top: int) -> tuple[PromptToken, ...]:
-        """Returns the prompt's tokens with `num_top` alternatives each, once the first token was generated."""
-        return prompt_tokens_with_logprobs(self.request.prompt_ids, self._dispatch.prompt_logprobs, num_top)
-
     # -- pieces
 
     def new_output(self) -> ChoiceOutput:
@@ -226,12 +251,8 @@ class Choice:
         """Puts the prompt before the first piece, and makes token offsets count from the start of the prompt."""
         text, reported = "", tuple[ReportedToken, ...]()
         if self._echoed_chars is None:
-            num_top, ids = self.spec.logprobs, self.request.prompt_ids
-            tokens = tuple(map(PromptToken, ids)) if num_top is None else self._prompt_tokens(num_top)
-            text, reported = prompt_echo(self.model.tokenizer, tokens)
+            text, reported = self._report.echo(self.spec.logprobs)
             self._echoed_chars = len(text)
-            if num_top is None:
-                reported = ()
         shifted = [ReportedToken(r.token, r.offset + self._echoed_chars) for r in piece.reported]
         return replace(piece, text=text + piece.text, reported=(*reported, *shifted))
 

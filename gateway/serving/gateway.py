@@ -36,7 +36,7 @@ from common.tracing.tracer import TraceContext, Tracer
 from gateway.admission.api_keys import Caller
 from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_store import KeyRing
-from gateway.admission.limiter import TIMEOUT_S, Limiter
+from gateway.admission.limiter import TIMEOUT_S, Limiter, TokenFields
 from gateway.admission.queue import QueueForecast
 from gateway.dispatch.dispatch import Dispatch, SampleGroup
 from gateway.pods.info import ModelLimits
@@ -45,7 +45,7 @@ from gateway.pods.table import CacheResetResult, PodTable, reset_prefix_caches
 from gateway.routing.local_index import ANY_POD
 from gateway.routing.router import Router
 from gateway.serving.answer_keys import AnswerKeys
-from gateway.serving.choice import Choice
+from gateway.serving.choice import Choice, PromptReport
 from gateway.serving.models import ModelRegistry, ServedModel, TextProcessor
 from gateway.serving.request import (
     MAX_JSON_PARTS,
@@ -54,6 +54,7 @@ from gateway.serving.request import (
     GenerationSpec,
     RequestContext,
     Usage,
+    check_prompt_scores,
     context_overflow,
     to_valid_request,
 )
@@ -427,16 +428,19 @@ class Gateway:
                 pod_wait_s=self.settings.pod_wait_s,
                 on_no_room=context.on_no_room,
             )
-            n = request.sampling.n
+            report, n = PromptReport(model.tokenizer, dispatch), request.sampling.n
             group = SampleGroup(dispatch) if n > 1 else None
             choices += [
-                Choice(context, model, spec, dispatch, parser_config, group=group, sample_index=index)
+                Choice(context, model, spec, dispatch, parser_config, report=report, group=group, sample_index=index)
                 for index in range(n)
             ]
-        await self._pass_gate(context, model, choices)
+        check_prompt_scores(spec, sum(map(len, prompts)))
+        await self._pass_gate(context, model, choices, prompt_field)
         return choices
 
-    async def _pass_gate(self, context: RequestContext, model: ServedModel, choices: Sequence[Choice]) -> None:
+    async def _pass_gate(
+        self, context: RequestContext, model: ServedModel, choices: Sequence[Choice], prompt_field: str
+    ) -> None:
         """Waits until all choices may go to the pods. Raises as Limiter.reserve and Gate.acquire do."""
         context.choices = choices
         context.timeline.set_facts(model=model.name)
@@ -448,7 +452,8 @@ class Gateway:
         caller, spec = context.caller, choices[0].spec
         if caller.limits:  # the most that the client asked for
             tokens = expected_tokens if spec.max_tokens is None else prompt_tokens + max_output
-            context.reservation = await self._limiter.reserve(caller, context.id, tokens, context.response_headers)
+            fields, headers = TokenFields(prompt_tokens, prompt_field, spec.max_tokens_field), context.response_headers
+            context.reservation = await self._limiter.reserve(caller, context.id, tokens, headers, fields)
 
         async def expected_hits() -> int:
             plans = [await model.router.plan(request, context.affinity) for request in requests]

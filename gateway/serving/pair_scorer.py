@@ -13,7 +13,7 @@ from gateway.serving.prompt_runner import PromptRunner
 from gateway.serving.request import RequestContext, context_overflow
 from gateway.text.reranker import Reranker, require_no_instruction
 
-PAIRS_PER_LOOP_TURN = 16  #: Pairs that are tokenized before other tasks run.
+PAIRS_PER_LOOP_TURN = 16  #: Pairs that are tokenized, or compared, before other tasks run.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,25 @@ class PairScorer:
             context, name, [tuple(ids) for ids in prompts], field=fields[0], cache_salt=pairs.cache_salt
         )
         queries, documents = results.values[: len(pairs.queries)], results.values[len(pairs.queries) :]
-        return PairScores([_cosine(queries[q], documents[d]) for q, d in pairs.pairs], results.prompt_tokens)
+        return PairScores(await cosines(queries, documents, pairs.pairs), results.prompt_tokens)
 
 
-def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    def product(a: Sequence[float], b: Sequence[float]) -> float:
-        return math.fsum(map(operator.mul, a, b))
+async def cosines(
+    queries: Sequence[Sequence[float]], documents: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]]
+) -> list[float]:
+    """Returns the cosine of each pair of a query and a document, given by their indices; 0 for a vector of zeros."""
+    scores: list[float] = []
+    squares: dict[int, float] = {}  # the squared length of each query
+    for number, (query, document) in enumerate(pairs, 1):
+        if number % PAIRS_PER_LOOP_TURN == 0:
+            await asyncio.sleep(0)
+        one, other = queries[query], documents[document]
+        if query not in squares:
+            squares[query] = _product(one, one)
+        lengths = math.sqrt(squares[query] * _product(other, other))
+        scores.append(_product(one, other) / lengths if lengths else 0.0)
+    return scores
 
-    lengths = math.sqrt(product(one, one) * product(other, other))
-    return product(one, other) / lengths if lengths else 0.0
+
+def _product(one: Sequence[float], other: Sequence[float]) -> float:
+    return math.fsum(map(operator.mul, one, other))

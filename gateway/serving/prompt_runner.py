@@ -61,7 +61,9 @@ class PromptRunner:
         `prompts` are all texts or all token ids; errors about them name `field`. Raises BatonError.
         """
         greedy = SamplingParams(temperature=0.0)
-        spec = GenerationSpec(model=model, sampling=greedy, max_tokens=1, seed=0, cache_salt=cache_salt)
+        spec = GenerationSpec(
+            model=model, sampling=greedy, max_tokens=1, max_tokens_field="prompt", seed=0, cache_salt=cache_salt
+        )
         try:
             choices = await self._gateway.completion(context, CompletionBody(spec, tuple(prompts)))
         except InvalidRequest as e:

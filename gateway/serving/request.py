@@ -24,6 +24,7 @@ from gateway.telemetry.timeline import Timeline
 from gateway.text.tools.format import RequestTools
 
 MAX_JSON_PARTS = 1 << 18  #: Arrays, objects, members and entries that a body may have besides one context of token ids.
+MAX_PROMPT_SCORES = 1 << 18  #: Log-probabilities of prompt tokens in all answers of a request, with alternatives.
 MAX_ALTERNATIVES = 20  #: Per token, from a pod. A beam search needs one for each beam and each stop token.
 
 PromptInput = str | tuple[int, ...]  #: A prompt as the client sent it: text or token ids.
@@ -171,6 +172,22 @@ def to_valid_request(
     assert not isinstance(spec.grammar, GrammarSource), "a grammar is proven before its request is made"
     salt, priority = spec.cache_salt, spec.priority
     return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, salt, priority, spec.grammar)
+
+
+def check_prompt_scores(spec: GenerationSpec, prompt_tokens: int) -> None:
+    """Raises InvalidRequest if the answers would report too many log-probabilities of prompt tokens.
+
+    One small body could otherwise ask for an answer that fills the gateway's memory. `prompt_tokens` are the tokens of
+    all prompts of the request.
+    """
+    asked = (("prompt_logprobs", spec.prompt_logprobs), ("logprobs", spec.logprobs if spec.echo else None))
+    total = 0
+    for name, num_top in asked:
+        total += 0 if num_top is None else prompt_tokens * spec.candidates * (1 + num_top)
+        if total > MAX_PROMPT_SCORES:
+            said = f"{prompt_tokens} prompt tokens, {spec.candidates} answers each and {num_top} alternatives"
+            text = f"{name} asks for {total} log-probabilities of prompt tokens ({said})"
+            raise InvalidRequest(f"{text}; at most {MAX_PROMPT_SCORES} are served", field=name)
 
 
 def context_overflow(limits: ModelLimits, problem: str, field: str, what: str = "") -> ContextOverflow:

@@ -81,6 +81,34 @@ async def test_two_gateways_share_the_limits_of_a_key(smollm2_dir: Path, tmp_pat
             await one.settled()
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"prompt": "Hello", "max_tokens": 50}, "max_tokens"),
+        ("completions", {"prompt": [77] * 50, "max_tokens": 1}, "prompt"),
+        ("chat/completions", {"messages": "Hello", "max_completion_tokens": 50}, "max_completion_tokens"),
+        ("chat/completions", {"messages": "Hello", "max_tokens": 50}, "max_tokens"),
+        ("chat/completions", {"messages": "Hello " * 100, "max_completion_tokens": 1}, "messages"),
+        ("responses", {"input": "Hello", "max_output_tokens": 50}, "max_output_tokens"),
+        ("responses", {"input": "Hello " * 100, "max_output_tokens": 16}, "input"),
+        ("embeddings", {"input": [77] * 40}, "input"),
+        ("embeddings", {"input": [77] * 41}, "input"),
+    ],
+)
+async def test_a_request_above_a_limit_names_the_field_that_is_too_large(
+    smollm2_dir: Path, tmp_path: Path, path: str, fields: dict[str, Any], param: str
+) -> None:
+    headers = key_file(tmp_path / "keys.toml", a={"tokens_per_minute": 40})
+    if isinstance(text := fields.get("messages"), str):
+        fields = {**fields, "messages": [{"role": "user", "content": text}]}
+    async with fake_cluster() as c, rig(c, smollm2_dir, api_keys=(str(tmp_path / "keys.toml"),)) as gw:
+        refused = await gw.http.post(f"/v1/{path}", json={"model": MODEL, **fields}, headers=headers["a"])
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, param)
+        assert "this API key has 40 tokens a minute" in error["message"]
+        assert ("max_tokens may help" in error["message"]) is (param == "max_tokens")
+
+
 async def until_asked(gw: Rig, headers: dict[str, str], status: int) -> None:
     """Repeats a request until it gets this status, because settlements run in the background."""
     async with asyncio.timeout(30):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,16 @@ from gateway.api.openai.fields import MAX_IDS
 from gateway.api.openai.requests import parse_completion
 from gateway.api.openai.responses.request import parse_response
 from gateway.api.openai.tokenize import LONG_CHARS
+from gateway.serving import choice as choice_module
 from gateway.serving.gateway import PROMPTS_PER_LOOP_TURN
 from gateway.serving.request import MAX_JSON_PARTS, to_valid_request
 from gateway.text.chat_format import INLINE_PARTS, render_tools_as_text
+from gateway.text.output import prompt_echo
 from gateway.text.tokenizer import INLINE_CHARS
 from gateway.text.tools.json_formats import HermesFormat
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
 from tests.rigs.pods.fake_pods import fake_cluster
-from tests.rigs.waiting import until
+from tests.rigs.waiting import turns_while, until
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 Pb = inference_pb2.GenerateRequest
@@ -51,28 +53,43 @@ async def posted(gw: Rig, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
     return response.status_code, response.json().get("error") or {}
 
 
-async def turns_while(work: Awaitable[Any]) -> tuple[Any, int]:
-    """Returns the result or the error, and the number of loop turns that another task had meanwhile."""
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counter = asyncio.create_task(count())
-    try:
-        return (await asyncio.gather(work, return_exceptions=True))[0], turns
-    finally:
-        counter.cancel()
-
-
 async def read(raw: bytes, most: int = MAX_JSON_PARTS) -> Any:
     return await parse_json_body({"type": "http", "headers": []}, raw, lambda: most)
 
 
 # -- how much there may be
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"logprobs": 20, "echo": True}, "logprobs")],
+)
+@pytest.mark.parametrize("prompt", [[77] * 100, [[77] * 50, [78] * 50]])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_log_probabilities_of_prompts_for_many_answers_are_refused(
+    shared: Rig, fields: dict[str, Any], param: str, prompt: list[Any]
+) -> None:
+    """The log-probabilities of 8,000 prompt tokens for 128 answers would be more than 1 GiB of JSON."""
+    raw = orjson.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 1, "n": 128, **fields})
+    status, error = await posted(shared, "/v1/completions", raw)
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_samples_of_a_prompt_share_its_echo(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def count(*args: Any) -> Any:
+        made.append(args)
+        return prompt_echo(*args)
+
+    monkeypatch.setattr(choice_module, "prompt_echo", count)
+    body = {"model": MODEL, "prompt": [[77] * 100, [78] * 9], "max_tokens": 1, "n": 16, "echo": True}
+    response = await shared.http.post("/v1/completions", json=body)
+    texts_of = [choice["text"] for choice in response.json()["choices"]]
+    assert (len(made), len(texts_of)) == (2, 32)
+    for first, text in ((0, prompt_echo(*made[0])[0]), (16, prompt_echo(*made[1])[0])):
+        assert all(t.startswith(text) for t in texts_of[first : first + 16])
 
 
 @pytest.mark.parametrize("part", [b"[]", b"{}", b'{"a":1}', b"1", b'"x"', b"null"])

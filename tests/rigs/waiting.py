@@ -1,10 +1,11 @@
-"""A clock that tests can advance, and a wait for a condition."""
+"""A clock that tests can advance, a wait for a condition, and a count of loop turns."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 
 class Clock:
@@ -28,3 +29,20 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"the condition did not hold within {timeout_s:g} s") from None
+
+
+async def turns_while(work: Awaitable[Any]) -> tuple[Any, int]:
+    """Returns the result or the error, and the number of loop turns that another task had meanwhile."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counter = asyncio.create_task(count())
+    try:
+        return (await asyncio.gather(work, return_exceptions=True))[0], turns
+    finally:
+        counter.cancel()

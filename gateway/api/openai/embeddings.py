@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import struct
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+
+import orjson
 
 from common.errors import InvalidRequest
 from gateway.api.http.endpoint import HttpResponse
@@ -14,6 +17,8 @@ from gateway.api.openai.fields import TextsOrIds, param, validated
 from gateway.api.openai.requests import ModelRequest
 from gateway.serving.prompt_runner import PromptRunner
 from gateway.serving.request import PromptInput, RequestContext
+
+VECTORS_PER_LOOP_TURN = 16  #: Vectors that are encoded before other tasks run.
 
 
 class EmbeddingsRequest(ModelRequest):
@@ -38,8 +43,13 @@ class EmbeddingsHandler:
         results = await self._prompts.compute(
             context, parsed.model, parsed.input, field="input", cache_salt=parsed.cache_salt
         )
-        encoded = [_encode_vector(vector, parsed) for vector in results.values]
-        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)]
+        data = []
+        for i, vector in enumerate(results.values):
+            if i % VECTORS_PER_LOOP_TURN == VECTORS_PER_LOOP_TURN - 1:
+                await asyncio.sleep(0)
+            # JSON at once: to write all numbers with the answer would hold the event loop.
+            raw = orjson.dumps(_encode_vector(vector, parsed))
+            data.append({"object": "embedding", "index": i, "embedding": orjson.Fragment(raw)})
         usage = {"prompt_tokens": results.prompt_tokens, "total_tokens": results.prompt_tokens}
         await response.send_json(200, {"object": "list", "data": data, "model": parsed.model, "usage": usage})
 

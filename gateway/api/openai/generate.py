@@ -7,10 +7,12 @@ Chunks are merged only when the client reads too slowly.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, closing
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import orjson
 
@@ -29,6 +31,8 @@ from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelt
 #: Stands for the text in an event that is encoded once. No other value of the event begins with NUL.
 _TEXT_PLACEHOLDER = "\0text"
 LOWEST_LOGPROB = -9999.0  #: OpenAI's value for minus infinity, which JSON cannot express.
+TOKENS_PER_LOOP_TURN = 1024  #: Tokens with log-probabilities that are encoded before other tasks run.
+_T = TypeVar("_T")
 
 
 class GenerateHandler:
@@ -56,7 +60,7 @@ class GenerateHandler:
             await _stream(choices, spec, encoder, response)
         else:
             answers = await complete_answers(choices, spec)
-            await response.send_json(200, encoder.encode_answer(answers, total_usage(choices)))
+            await response.send_json(200, await encoder.encode_answer(answers, total_usage(choices)))
         used = total_usage(choices)
         facts = {"prompt_tokens": used.prompt, "output_tokens": used.completion, "cached_tokens": used.cached}
         context.timeline.set_facts(**facts)
@@ -211,10 +215,11 @@ class AnswerEncoder(ABC):
         self._tokenizer = tokenizer
         self._logprobs = spec.logprobs is not None  #: Log-probabilities are part of the answer.
         self._legacy = legacy  #: The client of a chat uses function_call instead of tool_calls.
+        self._encoded_tokens = 0  #: Tokens of a whole answer that were encoded in this loop turn.
 
     @abstractmethod
-    def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
-        """Returns the whole answer."""
+    async def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
+        """Returns the whole answer. Its log-probabilities are JSON already; other tasks run meanwhile."""
 
     @abstractmethod
     def encode_piece(self, index: int, piece: OutputPiece) -> list[Json]:
@@ -228,6 +233,37 @@ class AnswerEncoder(ABC):
         """Returns the chunk that has the usage and no choices."""
         return {**self._chunk_head, "choices": [], "usage": usage_json(usage)}
 
+    @abstractmethod
+    def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json:
+        """Returns the log-probabilities of tokens. Those of a longer list have the same members with longer lists."""
+
+    async def _whole_logprobs(self, reported: Sequence[ReportedToken]) -> Json | None:
+        """Returns `_logprobs_json` of many tokens, None if the client asked for none."""
+        if not self._logprobs:
+            return None
+        lists: dict[str, list[bytes]] = defaultdict(list)
+        async for part in self._parts(reported):
+            for name, values in self._logprobs_json(part).items():
+                lists[name] += [orjson.dumps(values)] if values else []
+        return {
+            name: value if value is None else _joined(lists[name]) for name, value in self._logprobs_json(()).items()
+        }
+
+    async def _prompt_logprobs(self, tokens: Sequence[PromptToken]) -> orjson.Fragment:
+        """Returns `prompt_logprobs_json` of many tokens."""
+        parts = [orjson.dumps(prompt_logprobs_json(self._tokenizer, part)) async for part in self._parts(tokens)]
+        return _joined(parts)
+
+    async def _parts(self, tokens: Sequence[_T]) -> AsyncGenerator[Sequence[_T], None]:
+        """Yields the tokens in parts, between which other tasks run. They also run between many short lists."""
+        for first in range(0, len(tokens), TOKENS_PER_LOOP_TURN):
+            part = tokens[first : first + TOKENS_PER_LOOP_TURN]
+            self._encoded_tokens += len(part)
+            if self._encoded_tokens > TOKENS_PER_LOOP_TURN:
+                self._encoded_tokens = len(part)
+                await asyncio.sleep(0)
+            yield part
+
     def _whole(self, choices: list[Json], usage: Usage) -> Json:
         return {**self._chunk_head, "object": self._object, "choices": choices, "usage": usage_json(usage)}
 
@@ -238,20 +274,25 @@ class CompletionEncoder(AnswerEncoder):
     _id_prefix = "cmpl"
     _object = _chunk_object = "text_completion"
 
-    def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
-        choices = [self._choice(i, a.text, a.reported, a.finish) for i, a in enumerate(answers)]
-        for choice, answer in zip(choices, answers, strict=True):
-            if answer.prompt_tokens is not None:
-                choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answer.prompt_tokens)
+    async def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
+        choices: list[Json] = []
+        prompts: dict[int, orjson.Fragment] = {}  # by the identity of the tokens, which answers of one prompt share
+        for index, answer in enumerate(answers):
+            choice = self._choice(index, answer.text, await self._whole_logprobs(answer.reported), answer.finish)
+            if (tokens := answer.prompt_tokens) is not None:
+                if id(tokens) not in prompts:
+                    prompts[id(tokens)] = await self._prompt_logprobs(tokens)
+                choice["prompt_logprobs"] = prompts[id(tokens)]
+            choices.append(choice)
         return self._whole(choices, usage)
 
     def encode_piece(self, index: int, piece: OutputPiece) -> list[Json]:
         if not (piece.text or piece.reported or piece.finish):
             return []
-        return [{**self._chunk_head, "choices": [self._choice(index, piece.text, piece.reported, piece.finish)]}]
+        logprobs = self._logprobs_json(piece.reported) if self._logprobs else None
+        return [{**self._chunk_head, "choices": [self._choice(index, piece.text, logprobs, piece.finish)]}]
 
-    def _choice(self, index: int, text: str, reported: Sequence[ReportedToken], finish: FinishReason | None) -> Json:
-        logprobs = self._logprobs_json(reported) if self._logprobs else None
+    def _choice(self, index: int, text: str, logprobs: Json | None, finish: FinishReason | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish and finish.value}
 
     def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json:
@@ -279,6 +320,11 @@ class CompletionEncoder(AnswerEncoder):
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _joined(arrays: Sequence[bytes]) -> orjson.Fragment:
+    """Returns one JSON array of the entries of several, none of which is empty."""
+    return orjson.Fragment(b"[" + b",".join([array[1:-1] for array in arrays]) + b"]")
 
 
 def _reasoning_json(text: str) -> Json:
@@ -314,19 +360,19 @@ class ChatEncoder(AnswerEncoder):
     _id_prefix = "chatcmpl"
     _object, _chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
+    async def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
         choices = [
             {
                 "index": i,
                 "message": {"role": "assistant", "refusal": None, **self._message(a)},
-                "logprobs": self._logprobs_json(a.reported),
+                "logprobs": await self._whole_logprobs(a.reported),
                 "finish_reason": self._finish(a.finish),
             }
             for i, a in enumerate(answers)
         ]
         whole = self._whole(choices, usage)
         if answers and answers[0].prompt_tokens is not None:
-            whole["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answers[0].prompt_tokens)
+            whole["prompt_logprobs"] = await self._prompt_logprobs(answers[0].prompt_tokens)
         return whole
 
     def _message(self, answer: CompleteAnswer) -> Json:
@@ -363,11 +409,9 @@ class ChatEncoder(AnswerEncoder):
     def _chunk(
         self, index: int, delta: Json, reported: Sequence[ReportedToken] = (), finish: FinishReason | None = None
     ) -> Json:
-        logprobs = self._logprobs_json(reported) if reported else None
+        logprobs = self._logprobs_json(reported) if self._logprobs and reported else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish(finish)}
         return {**self._chunk_head, "choices": [choice]}
 
-    def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json | None:
-        if not self._logprobs:
-            return None
+    def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json:
         return {"content": token_logprobs(self._tokenizer, reported), "refusal": None}

@@ -52,6 +52,7 @@ from gateway.serving.request import BeamSearchParams, ChatBody, CompletionBody, 
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 1024  #: Sequences of all prompts of a body together.
+MAX_ALLOWED_IDS = 1 << 20  #: Ids of allowed_token_ids, which go to the pods with each prompt, times the prompts.
 MAX_BEAM_WIDTH = 10
 MAX_SEED = 9_223_372_036_854_776_000  #: OpenAI's bound, 2**63 as JavaScript writes it; -2**63 is read as a double.
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(k, 0))]
@@ -396,6 +397,9 @@ def parse_completion(body: object) -> CompletionBody:
     if len(r.prompt) * spec.candidates > MAX_SEQUENCES:
         text = f"{len(r.prompt)} prompts with {spec.candidates} sequences each are more than {MAX_SEQUENCES}"
         raise InvalidRequest(text, field="n" if r.best_of is None else "best_of")
+    if len(r.prompt) * (allowed := len(r.allowed_token_ids)) > MAX_ALLOWED_IDS:
+        text = f"{allowed} ids for each of {len(r.prompt)} prompts are more than {MAX_ALLOWED_IDS}; send fewer prompts"
+        raise InvalidRequest(f"allowed_token_ids: {text}", field="allowed_token_ids")
     return CompletionBody(spec, r.prompt)
 
 

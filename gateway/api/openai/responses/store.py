@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +55,7 @@ class ResponseStore:
 
     async def save(self, tenant: str, response: StoredResponse) -> bool:
         """Stores a response. Returns False if it is too large."""
-        entry = orjson.dumps(asdict(response))
+        entry = orjson.dumps(response)  # without the copies of dataclasses.asdict
         if len(entry) > min(MAX_ENTRY_BYTES, self._max_bytes_per_tenant):
             return False
         prefix, keys = _keys(tenant)
