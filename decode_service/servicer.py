@@ -143,9 +143,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             await context.send_initial_metadata(())
             async for batch in stream.batches():
                 yield batch
+            if reader.done() and not reader.cancelled():
+                reader.result()  # the gateway hears why its stream has ended
         finally:
             reader.cancel()
             self._close(stream)
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def _read_acks(self, stream: TokenStream, requests: AsyncIterator[decode_pb2.TokensRequest]) -> None:
         try:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Unavailable, describe
-from common.grammar.compiler import MASK_LIMIT_S, GrammarSource
+from common.grammar.compiler import MASK_LIMIT_S, MAX_GRAMMAR_CHARS, GrammarSource
 from common.grammar.zygote import FIELD, MEMORY
 from common.types import Grammar
 
@@ -41,6 +42,7 @@ MAX_WAITING = 64  #: Proofs that wait for their turn.
 MAX_KEPT, MAX_KEPT_CHARS = 4096, 16 << 20  #: Max verdicts that are kept, and max characters of their grammars.
 COSTLY_KEPT_S = 60.0  #: Seconds for which "too costly" is kept; the machine may have been busy.
 _STUCK_S = 30.0  #: A process that has not answered for this time is replaced.
+_START_S = 120.0  #: The same before its first answer. A process that starts on a busy machine is not stuck.
 
 _TOO_COSTLY = {
     "time": f"compiling it takes too long; the limit is {WALL_S} s",
@@ -65,7 +67,7 @@ class _Proof:
 
 
 class GrammarProver:
-    """Proves the grammars of one model. Any thread; nothing here blocks for longer than a write to a socket.
+    """Proves the grammars of one model. Any thread; no call waits for the process.
 
     Args:
         eos_ids, vocab_size: as of GrammarTokenizer.
@@ -75,7 +77,7 @@ class GrammarProver:
         self._args = [str(model_dir), str(vocab_size), *map(str, eos_ids)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._frames: queue.SimpleQueue[bytes] | None = None  # to the process; b"" is the end
         self._number = 0
         self._proving: dict[int, _Proof] = {}  # by id
         self._waiting: list[_Proof] = []
@@ -128,6 +130,10 @@ class GrammarProver:
         except (ValueError, TypeError, RecursionError) as error:
             result.set_result({"verdict": "refused", "message": f"{FIELD} is not valid JSON: {error}"})
             return result
+        if len(value) > MAX_GRAMMAR_CHARS and source.form != "text" and _chars(source.value) > MAX_GRAMMAR_CHARS:
+            message = f"{FIELD} is longer than {MAX_GRAMMAR_CHARS} characters"
+            result.set_result({"verdict": "refused", "message": message})
+            return result
         now = time.monotonic()
         key = hashlib.sha256(value).digest()
         with self._lock:
@@ -166,21 +172,19 @@ class GrammarProver:
         proof.wall_s, proof.sent = wall_s, time.monotonic()
         head = json.dumps({"id": self._number, "wall_s": wall_s}).encode()
         body = head[:-1] + b", " + proof.body[1:]
+        try:
+            frames = self._start()
+        except OSError as error:
+            _log.warning("the process that proves grammars cannot be started: %s", describe(error))
+            self._finish(proof, Unavailable("grammars cannot be compiled now", retry_after_s=1.0))
+            return
         self._proving[self._number] = proof
         self._clients[proof.client] += 1
-        try:
-            self._start().sendall(len(body).to_bytes(4, "big") + body)
-        except OSError as error:
-            _log.warning("the process that proves grammars cannot be reached: %s", describe(error))
-            if self._process is not None:
-                self._process.kill()  # it may have a part of the order
-            del self._proving[self._number]
-            self._clients -= Counter([proof.client])
-            self._finish(proof, Unavailable("grammars cannot be compiled now", retry_after_s=1.0))
+        frames.put(len(body).to_bytes(4, "big") + body)
 
-    def _start(self) -> socket.socket:
-        if self._socket is not None:
-            return self._socket
+    def _start(self) -> queue.SimpleQueue[bytes]:
+        if self._frames is not None:
+            return self._frames
         mine, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "common.grammar.zygote", str(theirs.fileno()), str(os.getpid())]
         with theirs:
@@ -191,21 +195,31 @@ class GrammarProver:
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "RUST_BACKTRACE": "0"},
             )
-        mine.settimeout(1.0)  # also of a write: a process that does not read is stuck
-        self._socket = mine
-        threading.Thread(target=self._read, args=(mine, self._process), name="grammar-prover", daemon=True).start()
-        return mine
+        mine.settimeout(1.0)
+        frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._frames = frames
+        writer = threading.Thread(target=_write, args=(mine, frames), name="grammar-prover-writer", daemon=True)
+        writer.start()
+        args = (mine, self._process, frames, writer)
+        threading.Thread(target=self._read, args=args, name="grammar-prover", daemon=True).start()
+        return frames
 
-    def _read(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    def _read(
+        self,
+        sock: socket.socket,
+        process: subprocess.Popen[bytes],
+        frames: queue.SimpleQueue[bytes],
+        writer: threading.Thread,
+    ) -> None:
         """Takes the answers of one process until it ends."""
-        inbox = bytearray()
+        inbox, limit_s = bytearray(), _START_S
         while True:
             try:
                 chunk = sock.recv(1 << 20)
             except TimeoutError:
                 with self._lock:
                     oldest = min((proof.sent for proof in self._proving.values()), default=time.monotonic())
-                if time.monotonic() - oldest < _STUCK_S:
+                if time.monotonic() - oldest < limit_s:
                     continue
                 chunk = b""
             except OSError:
@@ -214,14 +228,17 @@ class GrammarProver:
                 break
             inbox += chunk
             while len(inbox) >= 4 and len(inbox) >= (end := 4 + int.from_bytes(inbox[:4], "big")):
+                limit_s = _STUCK_S
                 self._take(json.loads(inbox[4:end]))
                 del inbox[:end]
         process.kill()
         process.wait()
+        frames.put(b"")
+        writer.join()  # its writes fail, because the process has ended
+        sock.close()
         _log.warning("the process that proves grammars has ended; the next grammar starts another one")
         with self._lock:
-            self._socket = None
-            sock.close()
+            self._frames = None
             lost, self._proving = self._proving, {}
             self._clients.clear()
             for proof in lost.values():
@@ -260,6 +277,25 @@ class GrammarProver:
             proof.result.set_exception(outcome)
         else:
             proof.result.set_result(outcome)
+
+
+def _write(sock: socket.socket, frames: queue.SimpleQueue[bytes]) -> None:
+    """Writes frames until b"" or until the process has ended. A process that does not read delays only this thread."""
+    while left := memoryview(frames.get()):
+        while left:
+            try:
+                left = left[sock.send(left) :]
+            except TimeoutError:
+                continue  # the process starts, or `_read` will replace it
+            except OSError:
+                return
+
+
+def _chars(value: Any) -> int:
+    """Returns how many characters a client's value has: as it is if it is a text, else as compact JSON."""
+    if isinstance(value, str):
+        return len(value)
+    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
 def _grammar(answer: dict[str, Any], source: GrammarSource) -> Grammar:

@@ -54,6 +54,7 @@ from gateway.routing.router import RoutingPlan
 from gateway.telemetry.timeline import AttemptTrace, Timeline
 
 RESERVE_TIMEOUT_S = 5.0  #: A decode pod answers Reserve at once. One that takes longer is skipped.
+GRAMMAR_TIMEOUT_S = 9.0  #: Added for a request with a grammar: the pod proves it (8 s at most) and compiles it first.
 HAND_OFF_GRACE_S = 2.0  #: Wait when a prefill pod vanishes after the first token: decode may have all KV.
 TARGET_GRACE_S = 0.1  #: Wait when SetTarget fails: the Prefill call may have ended with an error that says more.
 MAX_PENDING_TOKENS = 8192  #: Tokens and alternatives that may wait for a client before its request is ended.
@@ -210,14 +211,15 @@ class Attempt:
         remote = None if cost is None else decode_pb2.RemotePrefill(**dataclasses.asdict(cost))
         request = request_to_pb(self._request)
         message = decode_pb2.ReserveRequest(request=request, gateway_id=pod.gateway_id, remote=remote)
+        limit_s = RESERVE_TIMEOUT_S + (0.0 if self._request.grammar is None else GRAMMAR_TIMEOUT_S)
         try:
             # The RPC carries the request's deadline, because the pod plans with it. The answer is due much earlier.
-            async with asyncio.timeout(RESERVE_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 timeout_s = timeout_until(self._deadline)
                 with translate_rpc_errors():
                     return await pod.decode.Reserve(message, timeout=timeout_s, metadata=self._trace.metadata)
         except TimeoutError as e:
-            raise Unavailable(f"decode pod {pod.name} did not answer Reserve within {RESERVE_TIMEOUT_S:g} s") from e
+            raise Unavailable(f"decode pod {pod.name} did not answer Reserve within {limit_s:g} s") from e
 
     def _on_reserved(self, placement: Placement, answer: decode_pb2.ReserveResponse, outcome: str) -> None:
         """The decode pod computes the prompt itself (local), or gave the blocks for its KV (target)."""

@@ -19,7 +19,7 @@ import grpc
 
 from common import rpc
 from common.auth import Signer, sign_calls
-from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable, describe
+from common.errors import BatonError, InternalError, LayoutMismatch, ModelNotFound, Unavailable, describe
 from common.pb import (
     control_pb2_grpc,
     decode_pb2,
@@ -348,6 +348,9 @@ class Pod:
                 why = "ended"
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
                 why = describe(e)
+            except Exception as e:
+                _log.exception("the token stream of %s failed by our fault", self.name)
+                why = describe(e)
             was_up, self.token_stream_up = self.token_stream_up, False
             self._streams_ended += 1
             self._fail_all(Unavailable(f"the token stream of decode pod {self.name} ended"))
@@ -399,7 +402,12 @@ class Pod:
         for delta in batch.deltas:
             sink = self._sinks.get(delta.request_id)
             if sink is not None:
-                sink.on_delta(delta)
+                try:
+                    sink.on_delta(delta)
+                except Exception:  # it concerns one request, and the stream is of all requests
+                    _log.exception("tokens of %s from %s failed by our fault", delta.request_id, self.name)
+                    self.unsubscribe(delta.request_id)
+                    self._fail(sink, InternalError("internal error"))
             elif not delta.finish_reason:
                 self.abort_orphan(delta.request_id)
 
@@ -411,7 +419,13 @@ class Pod:
     def _fail_all(self, error: BatonError) -> None:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
+            self._fail(sink, error)
+
+    def _fail(self, sink: TokenSink, error: BatonError) -> None:
+        try:
             sink.on_stream_lost(error)
+        except Exception:
+            _log.exception("a request on %s could not be failed", self.name)
 
 
 async def _acknowledge(call: Any, due: asyncio.Queue[int]) -> None:

@@ -376,7 +376,7 @@ class AnswerKeys:
             error = e
         except BatonError as e:
             error = e
-            if not answer.size:
+            if not answer.begun:
                 self._book.forget(entry)
                 with suppress(IndexUnavailable):
                     await self._claims.release(tenant, entry, owner)

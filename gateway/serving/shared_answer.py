@@ -51,6 +51,11 @@ class SharedAnswer(Generic[T]):
 
     # -- the handler's side
 
+    @property
+    def begun(self) -> bool:
+        """A part of the answer was sent, so its idempotency key stays taken if the answer fails."""
+        return self.size > 0
+
     def add(self, item: T, size: int) -> None:
         """Adds the next item, which has `size` bytes. No effect if the answer has ended."""
         if self.complete:

@@ -15,9 +15,11 @@ import pytest
 from pydantic import BaseModel
 
 from common.grammar import prover
+from gateway.dispatch import attempt
 from tests.rigs.engine.grammar_shapes import at_least_one, chained, rules, with_siblings
 from tests.rigs.gateway.gateway_rig import MODEL, Rig
 from tests.rigs.gateway.tool_rig import SCHEMA, TOOLS, asked, client_of, fits, says, tool
+from tests.rigs.pods.fake_pods import FakeCluster
 from tests.rigs.waiting import until
 
 LIMITS = {  #: The time limits of a proof, by their places.
@@ -57,6 +59,20 @@ async def test_the_sdk_parses_a_model(gw: Rig, smollm2_dir: Path) -> None:
     assert not fits(smollm2_dir, asked(gw).grammar, '{"steps": [{"text": 1, "n": null}]}')
     assert fits(smollm2_dir, asked(gw).grammar, '{"steps": []}')
     assert not fits(smollm2_dir, asked(gw).grammar, '{"steps":[]}')
+
+
+async def test_a_pod_has_time_to_prove_a_grammar(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attempt.GRAMMAR_TIMEOUT_S > prover.POD_PATIENCE_S
+    monkeypatch.setattr(attempt, "RESERVE_TIMEOUT_S", 0.2)
+    cluster.decodes[0].faults.reserve_delay_s = 0.5
+    says(gw, '{"a": 1}')
+    answer = await gw.chat(structured_outputs={"json": SCHEMA})
+    assert answer.status_code == 200, answer.text
+    answer = await gw.chat()
+    assert answer.status_code == 503, answer.text
+    assert "did not answer Reserve within 0.2 s" in answer.text
 
 
 FORMS: list[tuple[dict[str, Any], str, str]] = [

@@ -550,6 +550,17 @@ async def test_a_grpc_retry_gets_the_same_messages(
     assert (await read(stub, generate(n=2), None))[0].request_id != first[0].request_id
 
 
+async def test_a_refused_grpc_call_leaves_its_key_free(
+    gw: Rig, cluster: FakeCluster, stub: inference_pb2_grpc.InferenceAsyncStub
+) -> None:
+    with pytest.raises(InvalidRequest, match="temperature"):
+        await read(stub, generate(temperature=9.0))
+    first = await read(stub, generate(temperature=1.0))
+    assert await read(stub, generate(temperature=1.0)) == first
+    assert computed(cluster) == 1
+    assert outcomes(gw) == {"computed": 2, "replayed": 1}
+
+
 async def test_a_grpc_retry_attaches_and_an_abort_by_its_id_ends_the_answer(
     gw: Rig, cluster: FakeCluster, stub: inference_pb2_grpc.InferenceAsyncStub
 ) -> None:

@@ -21,7 +21,7 @@ import pytest
 from cli.demo.model import demo_model
 from common.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Unavailable
 from common.grammar import prover as prover_module
-from common.grammar.compiler import GrammarSource, GrammarTokenizer
+from common.grammar.compiler import MAX_GRAMMAR_CHARS, GrammarSource, GrammarTokenizer
 from common.grammar.prover import GrammarProver
 from common.grammar.zygote import verdict
 from common.json_schema.refusals import in_words
@@ -185,6 +185,39 @@ def test_the_process_is_replaced_when_it_died(prover: GrammarProver) -> None:
     assert isinstance(outcome(lost), Unavailable)
     proven(prover, GrammarSource("json", schema(200), "f"))
     assert prover.pid not in (None, before)
+
+
+def test_a_grammar_beyond_the_limit_is_refused_before_it_is_sent(smollm2_dir: Path) -> None:
+    prover = GrammarProver(smollm2_dir, (2,), 49152)
+    for form, value in (
+        ("json", {"enum": ["x" * 100 + str(i) for i in range(20_000)]}),
+        ("json", "{" + " " * MAX_GRAMMAR_CHARS),
+        ("regex", "a" * (MAX_GRAMMAR_CHARS + 1)),
+        ("choice", ["x" * 1000 + str(i) for i in range(1000)]),
+    ):
+        error = outcome(prover.submit(GrammarSource(form, value, "f")))
+        assert isinstance(error, InvalidRequest)
+        assert (error.message, error.field) == (f"f is longer than {MAX_GRAMMAR_CHARS} characters", "f")
+    assert prover.pid is None
+
+
+def test_a_process_that_does_not_read_delays_no_caller_and_loses_no_grammar(prover: GrammarProver) -> None:
+    """As at its start, when it builds the tokenizer. Each frame is larger than the buffer of a socket."""
+    sources = [GrammarSource("json", {"description": "é" * (200_000 + i), **schema(600 + i)}, "f") for i in range(2)]
+    sources.append(GrammarSource("json", schema(602), "f"))
+    pid = prover.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        futures = [prover.submit(source, client=str(i)) for i, source in enumerate(sources)]
+        time.sleep(1.5)  # more than the limit of one write
+        assert not any(future.done() for future in futures)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert not any(isinstance(outcome(future), Unavailable) for future in futures)
+    assert prover.pid == pid
+    for source in sources:
+        proven(prover, source)
 
 
 PARENT = """

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from common.pb import decode_pb2
+from decode_service import servicer as servicer_module
+from decode_service.servicer import DecodeServicer
 from decode_service.token_stream import TokenStream
 
 
@@ -65,3 +74,27 @@ async def test_a_pause_that_lasts_is_an_overrun_and_one_that_ends_is_not() -> No
         await asyncio.sleep(0.01)
     assert (slow.overruns, quick.overruns) == (1, 0)
     assert slow.stream.paused
+
+
+async def test_a_fault_in_the_acknowledgements_ends_the_call_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Admission", "_require_own_id"):
+        monkeypatch.setattr(servicer_module, name, lambda _: None)
+
+    class Requests(list[Any]):
+        """No requests."""
+
+    async def messages() -> AsyncIterator[decode_pb2.TokensRequest]:
+        yield decode_pb2.TokensRequest(gateway_id="gw")
+        await asyncio.sleep(0)
+        raise ValueError("a fault")
+
+    async def no_headers(_: Any) -> None:
+        pass
+
+    pod: Any = SimpleNamespace(requests=Requests())
+    context: Any = SimpleNamespace(send_initial_metadata=no_headers)
+    before = asyncio.all_tasks()
+    with pytest.raises(ValueError, match="a fault"):
+        async for _ in DecodeServicer(pod).Tokens(messages(), context):
+            pass
+    assert asyncio.all_tasks() == before

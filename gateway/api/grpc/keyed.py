@@ -30,7 +30,13 @@ class GrpcAnswer(SharedAnswer[Metadata | pb.GenerateResponse]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._num_messages = 0
         self.trailing: Metadata = ()
+
+    @property
+    def begun(self) -> bool:
+        """See SharedAnswer. Initial metadata are sent before the request is checked, so they do not count."""
+        return self._num_messages > 0
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
         """Adds the first item."""
@@ -38,6 +44,7 @@ class GrpcAnswer(SharedAnswer[Metadata | pb.GenerateResponse]):
 
     async def write(self, message: pb.GenerateResponse) -> None:
         """Adds a message."""
+        self._num_messages += 1
         self.add(message, message.ByteSize())
 
     def set_trailing_metadata(self, metadata: Metadata) -> None:

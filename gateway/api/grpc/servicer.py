@@ -24,7 +24,7 @@ from common.rpc import CALLER_DISCONNECTED, trace_context_of
 from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.api_keys import Caller, client_of
 from gateway.api.grpc.keyed import MAX_CLIENT_ID, GrpcAnswer, serve_keyed
-from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, parse_affinity
+from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, count_parts, parse_affinity
 from gateway.api.http.json import MAX_DEPTH, Json, deeper_than
 from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
 from gateway.api.openai.tokenize import TokenizeHandler
@@ -40,6 +40,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 REQUEST_ID = "x-request-id"
 MESSAGE_PARTS = 8  #: Parts that a message counts for, because it costs more than a plain entry.
+_JSON_TEXTS = ("parameters", "chat_template_kwargs")  #: Text fields that are parsed as JSON; their parts count.
 _MODES: dict[int, str] = {
     pb.ToolChoice.MODE_UNSPECIFIED: "auto",
     pb.ToolChoice.MODE_NONE: "none",
@@ -204,6 +205,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         """Returns the token ids of a text or a chat."""
+        caller, left = self._caller(context), context.time_remaining()
         _require_max_parts(request, self._gateway.max_json_parts)
         body: dict[str, Any] = {"model": request.model or None, "return_token_strs": request.return_token_strings}
         kind = request.WhichOneof("prompt")
@@ -213,7 +215,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             body |= _conversation_fields(request)
         if request.HasField("add_special_tokens"):
             body["add_special_tokens"] = request.add_special_tokens
-        caller, left = self._caller(context), context.time_remaining()
         with self._gateway.admit("tokenize", None, left, caller=caller) as request_context:
             tokenized = await self._texts.tokens(body, request_context)
         return pb.TokenizeResponse(
@@ -222,9 +223,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         """Returns the text of token ids."""
+        caller, left = self._caller(context), context.time_remaining()
         _require_max_parts(request, self._gateway.max_json_parts)
         body = {"model": request.model or None, "tokens": list(request.ids)}
-        caller, left = self._caller(context), context.time_remaining()
         with self._gateway.admit("detokenize", None, left, caller=caller) as request_context:
             return pb.DetokenizeResponse(text=await self._texts.text(body, request_context))
 
@@ -366,7 +367,8 @@ def _object(text: str, name: str) -> Json:
 def _require_max_parts(message: Message, max_parts: Callable[[], int]) -> None:
     """Raises RequestTooLarge for more parts than `max_parts()` allows, because parsing them would block the event loop.
 
-    An entry is one part, and an entry that is a message counts as MESSAGE_PARTS.
+    An entry is one part, and an entry that is a message counts as MESSAGE_PARTS. Texts of _JSON_TEXTS count by their
+    brackets, colons and commas, also those within strings.
     """
     if message.ByteSize() > MAX_JSON_PARTS // MESSAGE_PARTS:  # a shorter message cannot have too many
         _subtract_parts(message, max_parts())
@@ -376,8 +378,10 @@ def _subtract_parts(message: Message, max_parts: int) -> int:
     for field, value in message.ListFields():
         if field.is_repeated:
             max_parts -= len(value) * (1 if field.message_type is None else MESSAGE_PARTS)
-            if max_parts < 0:
-                raise RequestTooLarge(f"{field.name} has more entries than a request may have", field=field.name)
+        elif field.name in _JSON_TEXTS:
+            max_parts -= count_parts(value.encode())
+        if max_parts < 0:
+            raise RequestTooLarge(f"{field.name} has more entries than a request may have", field=field.name)
         if field.message_type is not None:
             for inner in value if field.is_repeated else (value,):
                 max_parts = _subtract_parts(inner, max_parts)

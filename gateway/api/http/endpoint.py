@@ -193,7 +193,7 @@ async def parse_json_body(scope: Scope, raw: bytes, max_parts: Callable[[], int]
         raise InvalidRequest(text, field="content-encoding")
     if not raw.strip():
         raise InvalidRequest("the request body is empty; a JSON object is expected")
-    if _count_parts(raw) > MAX_JSON_PARTS:
+    if count_parts(raw) > MAX_JSON_PARTS:
         await _require_max_parts(raw, max_parts())
     try:
         body = orjson.loads(raw)
@@ -204,7 +204,7 @@ async def parse_json_body(scope: Scope, raw: bytes, max_parts: Callable[[], int]
     return body
 
 
-def _count_parts(raw: bytes) -> int:
+def count_parts(raw: bytes) -> int:
     """Returns an upper bound of the number of parts; it is exact for a text without strings."""
     return len(raw) - len(raw.translate(None, b"[{:,"))
 
@@ -225,7 +225,7 @@ async def _require_max_parts(raw: bytes, max_parts: int) -> None:
             at = match.end() + (not inside)
         else:
             quote = raw.find(b'"', at)
-            parts += _count_parts(raw[at:quote] if quote >= 0 else raw[at:])
+            parts += count_parts(raw[at:quote] if quote >= 0 else raw[at:])
             strings += 1
             if max(parts, strings) > max_parts:
                 text = f"the request body has more than {max_parts} arrays, objects, members and entries"
