@@ -248,13 +248,15 @@ class RpcServer:
         *,
         tls: TlsFiles | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+        options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         """With `tls` that has authorities the server refuses clients without a certificate of these.
 
         `interceptors` are called inside the one that turns errors into statuses, so they may raise BatonError.
+        `options` are further ones of gRPC.
         """
         self._host, self._port, self._tls, self._interceptors = host, port, tls, interceptors
-        self._options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
+        self._options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes), *options)
         self._adders: list[Callable[[grpc.aio.Server], None]] = []
         self._names: list[str] = []
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common.errors import BatonError, InvalidRequest, ObjectNotFound, Unavailable
+from common.errors import BatonError, InternalError, InvalidRequest, ObjectNotFound, Unavailable
 from gateway.api.anthropic.endpoint import MessagesHandler, model_card, model_list
 from gateway.api.anthropic.errors import AnthropicErrors
 from gateway.api.docs.document import openapi_document
@@ -50,7 +51,7 @@ from gateway.serving.prompt_runner import PromptRunner
 
 MESSAGES = "/v1/messages"
 ANTHROPIC_VERSION = "anthropic-version"  #: The header that Anthropic's clients send.
-
+_log = logging.getLogger(__name__)
 
 _ANTHROPIC_ERRORS = AnthropicErrors()
 
@@ -129,6 +130,9 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
                 return _json(await answer(request))
             except BatonError as e:
                 return _error(e)
+            except Exception:
+                _log.exception("request failed by our fault")
+                return _error(InternalError("internal error"))
 
         return Route(path, respond, methods=list(methods) or None)
 

@@ -37,6 +37,7 @@ from common.tls import TlsFiles
 from common.tracing.tracer import Tracer
 from gateway.admission.client_limits import MAX_ALL_SLOW, ClientLimits
 from gateway.admission.key_store import KeyRing
+from gateway.api.grpc.limits import CallLimit, connection_options
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.protocol import BoundedHttpProtocol, WriteBatcher
 from gateway.api.openai.responses.store import ResponseStore
@@ -52,7 +53,8 @@ GRPC_DRAIN_DELAY_S = 0.25  #: After GOAWAY, gRPC calls that were on their way ar
 GRPC_STOP_S = 0.5  #: Aborted gRPC calls have this long to send their error.
 GC_THRESHOLD = 20_000  #: New objects after which Python's garbage collector examines the youngest generation.
 MAX_FILES = 1 << 16  #: Open files that a gateway asks the system for.
-RESERVED_FILES = 256  #: Open files that stay free for pods, Redis and gRPC clients.
+RESERVED_FILES = 256  #: Open files that stay free for pods and Redis.
+GRPC_SHARE = 4  #: gRPC clients get one in this many open files, if gRPC is on.
 _log = logging.getLogger(__name__)
 
 
@@ -157,7 +159,15 @@ class GatewayServer:
         sock = listening_socket(config.host, config.port)
         try:
             if config.grpc_port:
-                self._grpc = RpcServer(config.host, config.grpc_port, config.max_body_bytes, tls=self._tls)
+                calls = self._client_limits()  # counts calls, and HTTP's limits count connections
+                self._grpc = RpcServer(
+                    config.host,
+                    config.grpc_port,
+                    config.max_body_bytes,
+                    tls=self._tls,
+                    interceptors=(CallLimit(calls),),
+                    options=connection_options(calls, _max_files() // GRPC_SHARE),
+                )
                 add = inference_pb2_grpc.add_InferenceServicer_to_server
                 self._grpc.add_servicer(add, InferenceServicer(self.gateway), "baton.v1.Inference")
                 self.grpc_port = await self._grpc.start()
@@ -201,13 +211,13 @@ class GatewayServer:
             _log.warning("keys and prompts of clients are not encrypted: give --tls-cert, or put a TLS proxy before")
 
     def _client_limits(self) -> ClientLimits:
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        files = MAX_FILES if files == resource.RLIM_INFINITY else files
+        files = _max_files()
+        free = files - RESERVED_FILES - (files // GRPC_SHARE if self._config.grpc_port else 0)
         return ClientLimits(
             self.gateway.metrics,
             connections=self._config.max_client_connections,
             slow=self._config.max_client_slow,
-            all_connections=max(files - RESERVED_FILES, files // 2),
+            all_connections=max(free, files // 2),
             all_slow=min(MAX_ALL_SLOW, self._config.max_inflight),
         )
 
@@ -273,6 +283,12 @@ def _tune_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 20)
+
+
+def _max_files() -> int:
+    """Returns the limit of open files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_FILES if files == resource.RLIM_INFINITY else files
 
 
 def _raise_file_limit() -> None:

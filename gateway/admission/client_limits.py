@@ -37,7 +37,7 @@ class ClientLimits:
         """`connections` and `slow` bound one client, `all_connections` and `all_slow` all clients together."""
         self._rejections = metrics.rejections.labels("client")
         most = max(1, int(all_connections * SHARE_OF_CLIENT))
-        self._max_connections = min(connections or most, most)
+        self.max_connections = min(connections or most, most)  #: Of one client.
         self._max_slow = slow
         self._all_connections = all_connections
         self._all_slow = all_slow
@@ -53,7 +53,7 @@ class ClientLimits:
             if not self._full:
                 _log.warning("%d connections are open, which the limit of open files allows", self._num_connections)
             self._full = True
-        elif self._connections[client] < self._max_connections:
+        elif self._connections[client] < self.max_connections:
             self._connections[client] += 1
             self._num_connections += 1
             return True

@@ -205,8 +205,10 @@ class Limiter:
         now = int(time.time() * 1000)
         per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
         args = (0, request_id, *per, tokens, int(RESERVATION_TTL_S * 1000), buckets.day, buckets.spent_today)
+        # A task of its own: it goes on if this request is cancelled, so that `settle` follows it in Redis.
+        taking = asyncio.get_running_loop().create_task(self._run(self._take, _keys(caller), args))
         try:
-            refused, *numbers = await self._run(self._take, _keys(caller), args)
+            refused, *numbers = await asyncio.shield(taking)
             decision = LimitDecision(refused.decode(), *map(int, numbers))
             if not decision.refused:
                 buckets.reserve(limits, request_id, tokens, now, granted=True)
@@ -215,7 +217,7 @@ class Limiter:
             self._metrics.limits_without_redis.inc()
             decision = buckets.reserve(limits, request_id, tokens, now)
         except asyncio.CancelledError:  # Redis may have granted the request
-            self._settle_in_background(LimitReservation(caller, request_id, tokens, now // DAY_MS), 0)
+            self._settle_in_background(LimitReservation(caller, request_id, tokens, now // DAY_MS), 0, after=taking)
             raise
         headers.update(_headers(caller, decision))
         if decision.refused:
@@ -239,14 +241,21 @@ class Limiter:
         )
         self._settle_in_background(reservation, used_tokens)
 
-    def _settle_in_background(self, reservation: LimitReservation, used_tokens: int) -> None:
+    def _settle_in_background(
+        self, reservation: LimitReservation, used_tokens: int, *, after: asyncio.Task[Any] | None = None
+    ) -> None:
         if self._client is not None:
-            task = asyncio.get_running_loop().create_task(self._settle_in_redis(reservation, used_tokens))
+            task = asyncio.get_running_loop().create_task(self._settle_in_redis(reservation, used_tokens, after))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _settle_in_redis(self, reservation: LimitReservation, used_tokens: int) -> None:
-        """Settles a reservation in Redis. Without an answer the reservation expires there."""
+    async def _settle_in_redis(
+        self, reservation: LimitReservation, used_tokens: int, after: asyncio.Task[Any] | None
+    ) -> None:
+        """Settles a reservation in Redis, when `after` has made it. Without an answer the reservation expires there."""
+        if after is not None:
+            with suppress(IndexUnavailable):  # Redis may have granted the request
+                await after
         limits = reservation.caller.limits
         args = (0, reservation.request_id, limits.tokens_per_minute, reservation.tokens, used_tokens, reservation.day)
         with suppress(IndexUnavailable):

@@ -65,7 +65,8 @@ class PairScorer:
                 pairs.documents[document],
                 pairs.instruction,
             )
-            ids = await model.tokenizer.encode_chat(prompt)
+            async with model.tokenizer.turn(prompt.text):
+                ids = await model.tokenizer.encode_chat(prompt)
             if len(ids) >= limits.max_model_len:
                 field = pairs.document_field(document)
                 said = f"your {field} and {pairs.query_field(query)} resulted in {len(ids)} tokens"
@@ -85,7 +86,8 @@ class PairScorer:
         texts += [prefixes.document + text for text in pairs.documents]
         fields = [pairs.query_field(i) for i in range(len(pairs.queries))]
         fields += [pairs.document_field(i) for i in range(len(pairs.documents))]
-        prompts = await model.tokenizer.encode_all(texts, add_special_tokens=True)
+        async with model.tokenizer.turn(*texts):
+            prompts = await model.tokenizer.encode_all(texts, add_special_tokens=True)
         for ids, field in zip(prompts, fields, strict=True):
             if len(ids) >= limits.max_model_len:
                 raise context_overflow(limits, f"your {field} resulted in {len(ids)} tokens", field)

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from common.model.generation import end_token_ids, read_json
 from gateway.text.control_tokens import ChatPrompt, ControlTokens
 
 INLINE_CHARS = 8192  #: Longer texts are tokenized in a thread, so that the event loop waits a few milliseconds at most.
+LONG_CHARS = 1 << 18  #: Texts of more characters take 0.1 s or more to tokenize.
 CALL_CHARS = 16  #: Fixed cost of tokenizing one text, in characters.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -75,10 +77,23 @@ class TextTokenizer:
         self.max_chars_per_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
         self.token_texts = _TokenTexts(self)  # text by token id, see _TokenTexts
+        self._long_texts: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None  #: Of one event loop.
 
     def is_quick(self, texts: Sequence[str]) -> bool:
         """Returns whether the texts may be tokenized in the event loop."""
         return sum(map(len, texts)) + CALL_CHARS * len(texts) <= INLINE_CHARS
+
+    def turn(self, *texts: str) -> AbstractAsyncContextManager[None]:
+        """Returns the context in which texts are tokenized that no context length bounds.
+
+        Only one request with long texts is in it at a time, so that prompts of other requests find a free thread.
+        """
+        if sum(map(len, texts)) <= LONG_CHARS:
+            return nullcontext()
+        loop = asyncio.get_running_loop()
+        if self._long_texts is None or self._long_texts[0] is not loop:
+            self._long_texts = loop, asyncio.Semaphore(1)
+        return self._long_texts[1]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of a text."""

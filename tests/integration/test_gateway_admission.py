@@ -243,6 +243,46 @@ async def test_a_grant_for_a_client_that_has_disconnected_is_returned(tmp_path: 
             await limiter.stop()
 
 
+async def test_a_cancelled_reservation_is_settled_after_redis_has_made_it() -> None:
+    limiter = Limiter("redis://127.0.0.1:1", GatewayMetrics(), timeout_s=30.0)
+    ran: list[str] = []
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    class Script:
+        """A script on a connection of its own: the server runs it even if its caller was cancelled."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+            self._runs: list[asyncio.Task[None]] = []
+
+        async def run(self, *_: object) -> list[Any]:
+            async def on_server() -> None:
+                if self._name == "take":
+                    asked.set()
+                    await go.wait()
+                ran.append(self._name)
+
+            self._runs.append(asyncio.create_task(on_server()))
+            await asyncio.shield(self._runs[-1])
+            return [b"", 0, 0, 0, 0, 0, 0]
+
+    limiter._take, limiter._settle = Script("take"), Script("settle")  # type: ignore[assignment]
+    caller = Caller(tenant="t", key_id="k", limits=KeyLimits(tokens_per_day=100))
+    try:
+        left = asyncio.create_task(limiter.reserve(caller, "left", 60, {}))
+        await asked.wait()
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        for _ in range(20):  # turns in which `settle` could run
+            await asyncio.sleep(0)
+        go.set()
+        await until(lambda: len(ran) == 2)
+        assert ran == ["take", "settle"]
+    finally:
+        await limiter.stop()
+
+
 async def test_a_burst_beyond_capacity_is_refused_at_arrival_and_the_small_tenant_served(
     smollm2_dir: Path, tmp_path: Path
 ) -> None:

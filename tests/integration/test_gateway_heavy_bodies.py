@@ -26,13 +26,14 @@ from gateway.api.http.json import MAX_DEPTH, deeper_than
 from gateway.api.openai.fields import MAX_IDS
 from gateway.api.openai.requests import parse_completion
 from gateway.api.openai.responses.request import parse_response
-from gateway.api.openai.tokenize import LONG_CHARS
+from gateway.api.scoring import rerank
 from gateway.serving import choice as choice_module
 from gateway.serving.gateway import PROMPTS_PER_LOOP_TURN
 from gateway.serving.request import MAX_JSON_PARTS, to_valid_request
 from gateway.text.chat_format import INLINE_PARTS, render_tools_as_text
 from gateway.text.output import prompt_echo
-from gateway.text.tokenizer import INLINE_CHARS
+from gateway.text.reranker import Reranker
+from gateway.text.tokenizer import INLINE_CHARS, LONG_CHARS
 from gateway.text.tools.json_formats import HermesFormat
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
 from tests.rigs.pods.fake_pods import fake_cluster
@@ -355,27 +356,53 @@ async def test_other_tasks_run_between_the_prompts_of_one_request(
     assert max(made) <= PROMPTS_PER_LOOP_TURN
 
 
-async def test_long_texts_to_tokenize_leave_threads_for_prompts(
-    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
+LONG = "a" * (LONG_CHARS + 1)
+LONG_PAIR = {"query": "Hi", "documents": [LONG]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "reranker"),
+    [
+        ("/tokenize", {"prompt": LONG}, None),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": LONG}]}, None),
+        ("/v1/score", {"text_1": "Hi", "text_2": LONG}, None),
+        ("/v1/score", {"text_1": "Hi", "text_2": [LONG[: len(LONG) // 3]] * 3}, None),  # long together
+        ("/v1/rerank", LONG_PAIR, Reranker(yes_id=1, no_id=2)),
+        ("/v1/rerank", {**LONG_PAIR, "max_tokens_per_doc": 4}, None),
+    ],
+    ids=["tokenize", "count_tokens", "score", "score_many", "verdict", "cut"],
+)
+async def test_long_texts_leave_threads_for_prompts(
+    smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], reranker: Reranker | None
 ) -> None:
     inside, most, go = 0, 0, threading.Event()
 
+    def wait() -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        go.wait(60)
+        inside -= 1
+
     async with fake_cluster() as c, rig(c, smollm2_dir) as gw:
+        [model] = gw.gateway.models
+        object.__setattr__(model, "reranker", reranker)
         encode = gw.gateway.tokenizer.encode_in_thread
 
         def slow(text: str, **kwargs: Any) -> list[int]:
-            nonlocal inside, most
-            if len(text) <= LONG_CHARS:
+            if len(text) < LONG_CHARS // 4:
                 return encode(text, **kwargs)
-            inside += 1
-            most = max(most, inside)
-            go.wait(20)
-            inside -= 1
+            wait()
             return [1]
 
+        def slow_cut(*_: object) -> str:
+            wait()
+            return "a"
+
         monkeypatch.setattr(gw.gateway.tokenizer, "encode_in_thread", slow)
-        long = {"model": MODEL, "prompt": "a" * (LONG_CHARS + 1)}
-        waiting = [asyncio.create_task(gw.http.post("/tokenize", json=long)) for _ in range(40)]
+        monkeypatch.setattr(rerank, "_cut", slow_cut)
+        body = {"model": MODEL, **fields}
+        waiting = [asyncio.create_task(gw.http.post(path, json=body)) for _ in range(40)]
         try:
             await until(lambda: inside == 1 and len(gw.gateway._requests) == len(waiting))
             prompt = "Hello " * (INLINE_CHARS // 6 + 1)  # long enough for a thread

@@ -336,9 +336,25 @@ async def test_input_items_come_in_pages(keeping: Rig, keeper: openai.AsyncOpenA
     page = (await keeping.http.get(url, params={"limit": 2})).json()
     assert [item["content"][0]["text"] for item in page["data"]] == ["4", "3"]
     assert page["has_more"]
-    for params in ({"limit": 0}, {"limit": "x"}, {"order": "up"}, {"after": "nothing"}):
+    long = ("0000000019999", "000000001" + "0" * 5000)
+    for params in (*({"limit": limit} for limit in (0, 101, "x", *long)), {"order": "up"}, {"after": "nothing"}):
         assert (await keeping.http.get(url, params=params)).status_code == 400
     assert (await keeping.http.get(f"/v1/responses/{r.id}", params={"stream": "true"})).status_code == 400
+
+
+async def test_an_unexpected_error_has_the_form_of_the_api(
+    keeping: Rig, keeper: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = await keeper.responses.create(model=MODEL, input="Hi")
+
+    async def find(*_: object) -> StoredResponse:
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr(ResponseStore, "find", find)
+    answer = await keeping.http.get(f"/v1/responses/{r.id}/input_items")
+    assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "secret" not in answer.text
 
 
 async def test_the_store_is_bounded_and_expires_and_separates_tenants(redis: str) -> None:

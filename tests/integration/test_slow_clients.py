@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import orjson
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.stack.supervisor import PortLease
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
+from gateway import server
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
 from gateway.api.http import protocol
@@ -171,6 +174,67 @@ async def test_connections_are_bounded_per_address(cluster: FakeCluster, smollm2
         async with connected(gw, 1, OTHER) as again:
             again[0].send(posted())
             assert (await again[0].head()).startswith(b"HTTP/1.1 200")
+
+
+async def test_grpc_calls_are_bounded_per_address(
+    cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.decodes[0].faults, "stall_after", 1)
+    seen = cluster.decodes[0].seen.reserved
+    before = len(seen)
+    request = inference_pb2.GenerateRequest(model=MODEL, text="Hello", max_tokens=8)
+    address = f"127.0.0.1:{unused_tcp_port}"
+    async with (
+        rig(cluster, smollm2_dir, grpc_port=unused_tcp_port, max_client_connections=2) as gw,
+        open_channel(address) as one,
+        open_channel(address) as two,  # a connection of its own
+    ):
+        first, second = (inference_pb2_grpc.InferenceStub(channel) for channel in (one, two))
+        running = [first.Generate(request) for _ in range(2)]
+        await until(lambda: len(seen) == before + 2)
+        waiting = first.Generate(request)  # the connection has as many streams as it may have
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await second.ListModels(inference_pb2.ListModelsRequest())
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not waiting.done()
+        probe = health_pb2_grpc.HealthStub(two)
+        assert (await probe.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await gw.complete(max_tokens=1)).status_code == 200  # HTTP's connections are counted apart
+        for call in (*running, waiting):
+            call.cancel()
+
+        async def served() -> bool:
+            try:
+                await second.ListModels(inference_pb2.ListModelsRequest())
+            except grpc.aio.AioRpcError:
+                return False
+            return True
+
+        async with asyncio.timeout(60):
+            while not await served():
+                await asyncio.sleep(0.02)
+        await gw.settled()
+
+
+async def test_grpc_connections_are_bounded_in_all(
+    cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_max_files", lambda: 2 * server.GRPC_SHARE)
+    request = inference_pb2.ListModelsRequest()
+    async with (
+        rig(cluster, smollm2_dir, grpc_port=unused_tcp_port),
+        AsyncExitStack() as channels,
+    ):
+        opened = [await channels.enter_async_context(open_channel(f"127.0.0.1:{unused_tcp_port}")) for _ in range(3)]
+        stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in opened]
+        for stub in stubs[:2]:
+            assert (await stub.ListModels(request)).models
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stubs[2].ListModels(request)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await opened[0].close()
+        assert (await stubs[2].ListModels(request, wait_for_ready=True, timeout=60)).models
 
 
 @pytest.mark.parametrize(

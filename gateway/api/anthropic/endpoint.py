@@ -56,7 +56,8 @@ class MessagesHandler:
         prompt = await model.chat_format.render(chat.messages, chat.template_kwargs, tools)
         if chat.answer_start:
             prompt = model.chat_format.begun(prompt, chat.answer_start)
-        ids = await model.tokenizer.encode_chat(prompt)
+        async with model.tokenizer.turn(prompt.text):
+            ids = await model.tokenizer.encode_chat(prompt)
         context.timeline.mark("tokenized", prompt_tokens=len(ids))
         await response.send_json(200, {"input_tokens": len(ids)})
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequ
 from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import Message
@@ -22,8 +21,9 @@ from common.pb import inference_pb2 as pb
 from common.pb import inference_pb2_grpc
 from common.rpc import CALLER_DISCONNECTED, trace_context_of
 from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
-from gateway.admission.api_keys import Caller, client_of
+from gateway.admission.api_keys import Caller
 from gateway.api.grpc.keyed import MAX_CLIENT_ID, GrpcAnswer, serve_keyed
+from gateway.api.grpc.limits import client_of_peer
 from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, count_parts, parse_affinity
 from gateway.api.http.json import MAX_DEPTH, Json, deeper_than
 from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
@@ -120,8 +120,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             for value in (metadata.get("authorization"), metadata.get("x-api-key"))
         )
         caller = self._gateway.keys.current.identify(f"Bearer {key}" if value is None and key is not None else value)
-        host, _, _ = unquote(context.peer()).partition(":")[2].rpartition(":")  # of ipv4:1.2.3.4:5 or ipv6:[::1]:5
-        return caller.at(client_of(host.strip("[]")))
+        return caller.at(client_of_peer(context.peer()))
 
     async def _generate(
         self, request: pb.GenerateRequest, call: _Context | GrpcAnswer, request_context: RequestContext

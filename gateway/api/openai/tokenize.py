@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -26,8 +24,6 @@ from gateway.api.openai.fields import MAX_IDS, Only, Refused, RequestModel, Toke
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
 from gateway.serving.request import RequestContext
-
-LONG_CHARS = 1 << 18  #: Texts of more characters take 0.1 s or more to tokenize.
 
 
 class TokenizeRequest(RequestModel):
@@ -74,7 +70,6 @@ class TokenizeHandler:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._long_texts = asyncio.Semaphore(1)
 
     async def tokenize(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one /tokenize body; a RequestHandler."""
@@ -100,8 +95,7 @@ class TokenizeHandler:
             chat = await model.chat_format.render(messages, variables, tuple({**tool} for tool in r.tools))
             text, special = chat.text, r.add_special_tokens or False
             encode = partial(model.tokenizer.encode_chat, chat, add_special_tokens=special)
-        # Only one long text at a time, so that prompts of other requests find a free thread.
-        async with self._long_texts if len(text) > LONG_CHARS else nullcontext():
+        async with model.tokenizer.turn(text):
             tokens = await encode()
         context.timeline.mark("tokenized", prompt_tokens=len(tokens))
         strings = await model.tokenizer.token_strings_async(tokens) if r.return_token_strs else None

@@ -100,7 +100,10 @@ async def _cut_all(tokenizer: TextTokenizer, texts: Sequence[str], max_tokens: i
     def cut() -> list[str]:
         return [_cut(tokenizer, text, max_tokens) for text in texts]
 
-    return cut() if tokenizer.is_quick(texts) else await asyncio.to_thread(cut)
+    if tokenizer.is_quick(texts):
+        return cut()
+    async with tokenizer.turn(*texts):
+        return await asyncio.to_thread(cut)
 
 
 def _cut(tokenizer: TextTokenizer, text: str, max_tokens: int) -> str:

@@ -110,7 +110,7 @@ class ResponsesHandler:
         if order not in ("asc", "desc"):
             raise InvalidRequest("order must be asc or desc", field="order")
         limit = request.query_params.get("limit", "20")
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_LISTED):
+        if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
             raise InvalidRequest(f"limit must be between 1 and {MAX_LISTED}", field="limit")
         items = (await self._find(request)).input
         if order == "desc":

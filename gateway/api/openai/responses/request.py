@@ -91,6 +91,7 @@ class FunctionCallItem(TypedDict):
     name: str
     arguments: str
     id: NotRequired[str | None]
+    status: NotRequired[Any]
 
 
 class FunctionCallOutputItem(TypedDict):
@@ -289,6 +290,7 @@ def _item(given: Mapping[str, Any]) -> ResponseItem:
             part = "output_text" if given["role"] == "assistant" else "input_text"
             return {**item, "role": given["role"], "content": _parts(given["content"], part)}
         case "function_call":
+            item["status"] = "incomplete" if given.get("status") == "incomplete" else "completed"
             return {**item, **{name: given[name] for name in ("call_id", "name", "arguments")}}
         case "function_call_output":
             return {**item, "call_id": given["call_id"], "output": _text(_parts(given["output"], "input_text"))}
@@ -311,14 +313,17 @@ def _messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[R
     """Returns the chat messages that the items stand for.
 
     Instructions, and system messages directly after them, become one system message. An assistant's turn is several
-    items (reasoning, a message, calls), but one message. Raises InvalidRequest for too many messages or calls, or no
-    message.
+    items (reasoning, a message, calls), but one message. A call that is incomplete and has no output is left out,
+    because its arguments are not JSON. Raises InvalidRequest for too many messages or calls, or no message.
     """
+    answered = {item["call_id"] for item in items if item["type"] == "function_call_output"}
     system = [] if instructions is None else [instructions]
     messages: list[ResponseItem] = []
     turn: ResponseItem | None = None  # the assistant's open turn, to which further items may belong
     for item in items:
         kind = item["type"]
+        if kind == "function_call" and item["status"] == "incomplete" and item["call_id"] not in answered:
+            continue
         if kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
             turn = None

@@ -35,6 +35,7 @@ class ResponseWriter:
         self._echoed_fields = echoed_fields
         self._sequence_number = 0
         self._open: ResponseItem | None = None
+        self._malformed: set[str] = set()  #: Ids of calls that turned out to be malformed.
         self._text: list[str] = []  #: Deltas of the open item.
         self._logprobs: list[Json] = []
 
@@ -76,7 +77,7 @@ class ResponseWriter:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": list(self.output),
+            "output": self._valid_output(),
             "truncation": "disabled",
             "service_tier": "default",
             **({} if usage is None else {"usage": _usage(usage)}),
@@ -110,8 +111,30 @@ class ResponseWriter:
         return events + self._event("response.function_call_arguments.delta", **self._where(), delta=arguments)
 
     def invalid_call(self, text: str) -> bytes:
-        """Ends the open call, which turned out to be malformed; its text becomes content."""
+        """Ends the open call, which turned out to be malformed; its text becomes content.
+
+        The stream has shown the call. The response leaves it out, as an answer without a stream does.
+        """
+        if self._open is not None:
+            self._malformed.add(self._open["id"])
         return self._close("incomplete") + self.text(text, ())
+
+    def _valid_output(self) -> list[ResponseItem]:
+        """Returns the output without malformed calls. The messages before and after one of these become one message."""
+        output: list[ResponseItem] = []
+        left_out = False
+        for item in self.output:
+            if item["id"] in self._malformed:
+                left_out = True
+                continue
+            if left_out and item["type"] == "message" and output and output[-1]["type"] == "message":
+                [before], [after] = output[-1]["content"], item["content"]
+                part = _part("message", before["text"] + after["text"], before["logprobs"] + after["logprobs"])
+                output[-1] = {**output[-1], "content": [part], "status": item["status"]}
+            else:
+                output.append(item)
+            left_out = False
+        return output
 
     def _ensure_item(self, kind: str, members: Json) -> bytes:
         """Opens an item of this kind unless it is open already."""
