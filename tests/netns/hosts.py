@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +68,20 @@ class Hosts:
         run("ip", "netns", "delete", name)
         del self.peers[name], self.addresses[name]
         self._filter()
+
+    @contextmanager
+    def cut_off(self, name: str) -> Iterator[None]:
+        """Drops every packet of a host in both directions, of open connections too, during the block."""
+        chains = [
+            f"chain {hook} {{ type filter hook {hook} priority -10; policy drop; {interface} lo accept; }}"
+            for hook, interface in (("input", "iif"), ("output", "oif"))
+        ]
+        nft = ("ip", "netns", "exec", name, "nft", "-f", "-")
+        run(*nft, text="\n".join(["table inet cut {", *chains, "}"]))
+        try:
+            yield
+        finally:
+            run(*nft, text="delete table inet cut")
 
     def resolve(self, services: Mapping[str, list[str]]) -> None:
         """Sets the names of /etc/hosts. Writes the file in place because it is mounted in the hosts."""

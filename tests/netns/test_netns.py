@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -29,6 +30,7 @@ from tests.rigs.gateway.fake_kube import FakeKube, make_account
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL_DIR = "/srv/models/smollm2"
 STREAMS = 3
+CUT_S = 20.0  #: Longer than the silence that a gateway bears, shorter than what liveness probes bear.
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -204,6 +206,32 @@ async def test_no_container_has_rights_that_it_does_not_need(kubelet: Kubelet) -
         assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
         assert status["NoNewPrivs"] == "1"
         assert status["NSpid"].split()[-1] == "1"
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+async def test_a_host_whose_packets_are_lost_under_load_loses_no_answer(kubelet: Kubelet, name: str) -> None:
+    """Connections stay open and nothing answers: calls, token streams, the KV over TCP and the prefix index."""
+    victim = kubelet.pods[name][0]
+    async with load(kubelet) as streams:
+        await whole_streams(streams, STREAMS)
+        with kubelet.hosts.cut_off(victim.name):
+            await asyncio.sleep(CUT_S)
+        await whole_streams(streams, 4 * STREAMS)
+        before = hand_offs(await metrics_of(victim), name)
+        while hand_offs(await metrics_of(victim), name) == before:  # it serves again
+            await whole_streams(streams, 1)
+    assert (victim.restarts, victim.killed) == (0, False), victim.container.tail()
+
+
+async def metrics_of(pod: Any) -> str:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        return (await http.get(f"http://{pod.address}:9400/metrics")).text  # from the node
+
+
+def hand_offs(metrics: str, name: str) -> float:
+    """Returns the number of hand-offs that a pod has made or received."""
+    counter = "baton_hand_offs_total" if name == "prefill" else "baton_transfers_received_total"
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(counter))
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "gateway", "redis"])

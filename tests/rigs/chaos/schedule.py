@@ -35,7 +35,7 @@ class FaultKind(StrEnum):
     KILL = "kill"  #: SIGKILL, and a restart after `lasts_s`.
     FREEZE = "freeze"  #: SIGSTOP for `lasts_s`.
     SLOW = "slow"  #: SIGSTOP for 80 ms of each 100 ms.
-    CUT = "cut"  #: Its network is silent in both directions; connections stay open.
+    CUT = "cut"  #: Calls to it and its connections to Valkey are silent; connections stay open.
     RESET = "reset"  #: All its connections break; new ones succeed.
     CUT_INDEX = "cut_index"  #: Only its connections to Valkey are silent.
     FULL_DISK = "full_disk"  #: Each write to a file fails.
