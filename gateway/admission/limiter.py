@@ -269,8 +269,12 @@ class Limiter:
                 caller = next(iter(running.values()), None)
                 if caller is None:  # the last request has ended meanwhile
                     continue
-                with suppress(IndexUnavailable):
+                try:
                     await self._run(self._renew, _keys(caller)[1:], (int(RESERVATION_TTL_S * 1000), *running))
+                except IndexUnavailable:
+                    pass  # the circuit breaker has the cause
+                except Exception:
+                    _log.exception("the reservations of an API key could not be renewed")
 
     async def _run(self, script: LuaScript, keys: tuple[str, ...], args: tuple[str | int, ...]) -> Any:
         """Runs a Lua script in Redis, behind the circuit breaker. Raises IndexUnavailable."""
