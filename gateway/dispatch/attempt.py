@@ -382,13 +382,13 @@ class Attempt:
         )
 
     def _prefill_failed(self, pod: Pod, error: BatonError) -> None:
-        """Fails the attempt, unless the decode pod sends tokens: then it has all KV."""
-        if self._decode_responded or self.token_queue.complete:
+        """Fails the attempt, unless the decode pod sends the rest: it has all KV, and the first tokens are here."""
+        if self.token_queue.complete or (self._decode_responded and self.token_queue.has_first_tokens):
             return
         self._timeline.mark("prefill_failed", pod=pod.name, error=str(error))
         self.blamed_pods.add(pod.address)
         # Either side may have broken the hand-off, unless the prefill pod has no room or is gone.
-        if not isinstance(error, Overloaded) and pod.serving:
+        if not isinstance(error, Overloaded) and pod.serving and not self._decode_responded:
             self._blame_decode()
         self.token_queue.fail(error)
 

@@ -142,6 +142,11 @@ class TokenQueue:
         """At least one token is in order, from this attempt or from an earlier one."""
         return any(order.ids for order in self._orders)
 
+    @property
+    def has_first_tokens(self) -> bool:
+        """The first token of this attempt is in order, for each sample that was not stopped."""
+        return all(order.begun or i in self.stopped_samples for i, order in enumerate(self._orders))
+
     def unfinished(self) -> dict[int, Sequence[int]]:
         """Returns the token ids so far of each sample that was neither finished nor stopped."""
         return {sample: self._orders[sample].ids for sample in sorted(self._unfinished - self.stopped_samples)}
@@ -200,10 +205,16 @@ class TokenOrder:
     def __init__(self, output_ids: Sequence[int] = ()) -> None:
         self.ids = array("I", output_ids)  #: Ids of all tokens without a gap, from earlier attempts too.
         self.num_duplicates = 0  #: Tokens dropped because they arrived twice.
+        self._start = len(self.ids)
         self._ready: list[Token] = []
         self._early: dict[int, Token] = {}  # by index; a token before them is missing
         self._end: int | None = None  # number of tokens of the whole sequence
         self._finish: FinishReason | None = None
+
+    @property
+    def begun(self) -> bool:
+        """The first token after `output_ids` has arrived."""
+        return len(self.ids) > self._start
 
     @property
     def num_received(self) -> int:

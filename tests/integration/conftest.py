@@ -12,7 +12,9 @@ import pytest_asyncio
 from cli.stack.supervisor import PortLease
 from cli.stack.valkey import EmbeddedValkey
 from common import rpc
+from common.grammar import prover
 from common.pb import inference_pb2_grpc
+from gateway.dispatch import attempt
 from gateway.pods import pod as gateway_pod
 from prefix_index import publisher
 from tests.rigs.gateway.gateway_rig import Rig, rig
@@ -23,11 +25,30 @@ from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 if TYPE_CHECKING:
     from engine.llm import LLM
 
+PROOF_LIMITS = {  #: The time limits of a proof, by their places.
+    "common.grammar.prover.WALL_S": prover.WALL_S,
+    "common.grammar.prover.PATIENCE_S": prover.PATIENCE_S,
+    "gateway.text.chat_format.PATIENCE_S": prover.PATIENCE_S,
+}
+
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer time limits: fake pods share the gateway's event loop on a busy machine and may answer late."""
+    """Longer time limits: fake pods share the gateway's event loop on a busy machine and may answer late.
+
+    Proofs of grammars have time, too.
+    """
     monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(attempt, "RESERVE_TIMEOUT_S", 30.0)
+    for place in PROOF_LIMITS:
+        monkeypatch.setattr(place, 60.0)
+
+
+@pytest.fixture
+def hurried_proofs(_patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs of grammars have the time limits of a gateway."""
+    for place, limit_s in PROOF_LIMITS.items():
+        monkeypatch.setattr(place, limit_s)
 
 
 @pytest_asyncio.fixture

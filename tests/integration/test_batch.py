@@ -155,10 +155,12 @@ async def test_a_second_run_continues_an_interrupted_one(gw: Rig, cluster: FakeC
     run = asyncio.create_task(batch(gw, source, target, concurrency=2))
     while not target.exists() or target.read_bytes().count(b"\n") < 5:
         await asyncio.sleep(0.01)
+    cluster.decodes[0].faults.stall_after = 0  # the first run does not end by itself
     with pytest.raises(ConfigError, match="another run"):
         await batch(gw, source, target)
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
+    cluster.decodes[0].faults.stall_after = None
     before = read(target)
     with target.open("ab") as file:
         file.write(b'{"id":"batch_req_torn","custom_i')

@@ -329,12 +329,12 @@ async def test_an_unreachable_deadline_is_rejected_before_the_prefill(smollm2_di
             await gw.complete(max_tokens=1)
             views = [p.view for p in gw.gateway.pod_table.pods.values() if p.view is not None]
             await until(lambda: any(view.rate_known for view in views))
-            prompts = [[i + 1] * 1500 for i in range(12)]  # 0.75 s each
+            prompts = [[i + 1] * 1500 for i in range(20)]  # 0.75 s each
             tasks = [asyncio.create_task(gw.complete(prompt=p, max_tokens=1)) for p in prompts]
             gate = gw.gateway.models.first.gate
-            await until(lambda: gate.waiting > 5)
+            await until(lambda: gate.waiting > 10)
             body = {"model": MODEL, "prompt": [77] * 1500, "max_tokens": 1}
-            late = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "2"})
+            late = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "4"})
             assert (late.status_code, late.json()["error"]["type"]) == (429, "rate_limit_error")
             assert not [r for r in (*pod.seen.prefilled, *cluster.decodes[0].seen.reserved) if r.prompt_ids[0] == 77]
             for task in tasks:

@@ -24,7 +24,7 @@ from tests.rigs.gateway.gateway_rig import MODEL, Rig
 from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 from tests.rigs.waiting import until
 
-LATE_S = 1.0
+LATE_S = 3.0  #: In this time each request has to reach the state in which it waits.
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2}
 
 

@@ -324,7 +324,7 @@ def test_countless_texts_of_one_message_are_joined_once() -> None:
     assert said[0]["content"] == "\n\n".join([line * 4] * 16_000)
     [merged, _] = render_tools_as_text([tool] * 16_000 + MESSAGES, (), HermesFormat())
     assert merged["content"].count("<tool_response>") == 16_000
-    assert time.process_time() - began < 5.0
+    assert time.process_time() - began < 20.0
 
 
 @pytest.mark.asyncio(loop_scope="module")

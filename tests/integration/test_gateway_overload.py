@@ -40,7 +40,7 @@ def refusals(gw: Rig, stage: str) -> float:
 
 
 async def test_requests_that_wait_too_long_at_the_pods_get_429_or_an_error_event(smollm2_dir: Path) -> None:
-    async with rated(smollm2_dir, max_ttft_s=1.0) as (gw, pod):
+    async with rated(smollm2_dir, max_ttft_s=4.0) as (gw, pod):
         opened = asyncio.Event()
 
         async def wait(_request: object) -> None:
@@ -84,12 +84,14 @@ async def test_a_waiting_request_is_shed_when_the_pods_become_slower(smollm2_dir
 async def test_a_request_that_would_be_late_in_any_case_is_refused_before_its_text_is_read(
     smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with rated(smollm2_dir, max_ttft_s=10.0) as (gw, pod):
+    async with rated(smollm2_dir) as (gw, pod):
         pod.rate = 400.0
-        await asyncio.sleep(0.6)  # the next report
+        views = [known.view for known in gw.gateway.pod_table.pods.values()]
+        await until(lambda: any(v.load.prefill_rate == 400.0 for v in views if v and v.load))
         gate = gw.gateway.models.first.gate
-        tasks = [asyncio.create_task(gw.complete(prompt=[i + 1] * 200, max_tokens=1)) for i in range(20)]
-        await until(lambda: gate.waiting >= 3)
+        prompts = [[i + 1] * 400 for i in range(20)]  # 1 s each
+        tasks = [asyncio.create_task(gw.complete(prompt=prompt, max_tokens=1)) for prompt in prompts]
+        await until(lambda: gate.waiting >= 10)
         tokenized: list[str] = []
         encode = TextTokenizer.encode_chat
 
@@ -99,7 +101,7 @@ async def test_a_request_that_would_be_late_in_any_case_is_refused_before_its_te
 
         monkeypatch.setattr(TextTokenizer, "encode_chat", recorded)
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-        late = await gw.http.post("/v1/chat/completions", json=body, headers={"x-request-timeout": "0.6"})
+        late = await gw.http.post("/v1/chat/completions", json=body, headers={"x-request-timeout": "3"})
         assert late.status_code == 429, late.text
         assert not tokenized
         assert refusals(gw, "arrival") > 0
@@ -115,9 +117,10 @@ async def test_requests_wait_for_room_on_full_decode_pods_while_others_end(smoll
         decode = cluster.decodes[0]
         decode.capacity, decode.faults.token_delay_s = 2, 0.02
         async with rig(cluster, smollm2_dir) as gw:
-            began = time.monotonic()
-            while time.monotonic() - began < 1.5:  # the gate measures how soon requests end
+            gate, ended = gw.gateway.models.first.gate, 0
+            while ended < 30 or gate._ends.per_s(time.monotonic()) is None:  # it measures how soon requests end
                 await asyncio.gather(*[gw.complete(max_tokens=5) for _ in range(2)])
+                ended += 2
             limits = httpx.Limits(max_connections=20)
             async with httpx.AsyncClient(base_url=gw.url, timeout=30, limits=limits) as http:
 
@@ -129,6 +132,5 @@ async def test_requests_wait_for_room_on_full_decode_pods_while_others_end(smoll
             assert statuses == [[200] * 4] * 6
             assert gw.gateway.metrics.rejections.labels("decode")._value.get() > 0
             await gw.settled()
-            gate = gw.gateway.models.first.gate
             assert (gate._running, gate._outstanding, gate._without_room) == (0, {}, {})
             assert any("no_room" in str(timeline.as_json()) for timeline in gw.gateway.timelines.newest())

@@ -607,9 +607,9 @@ async def test_request_ids_are_ours_and_the_clients_is_echoed(gw: Rig, cluster: 
 async def test_client_timeouts(gw: Rig, cluster: FakeCluster) -> None:
     cluster.prefills[0].faults.prefill_delay_s = 30
     body = {"model": MODEL, "prompt": "x"}
-    response = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "1.0"})
+    response = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "3.0"})
     assert response.status_code == 504
-    assert cluster.decodes[0].seen.timeouts[0] < 1.05
+    assert cluster.decodes[0].seen.timeouts[0] < 3.05
     response = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "1e-9"})
     assert (response.status_code, response.json()["error"]["message"]) == (504, "the request's time is over")
     response = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "nan"})
@@ -618,12 +618,14 @@ async def test_client_timeouts(gw: Rig, cluster: FakeCluster) -> None:
 
 async def test_more_than_max_inflight_gets_429_at_once(cluster: FakeCluster, smollm2_dir: Path) -> None:
     async with rig(cluster, smollm2_dir, max_inflight=2) as gw:
-        cluster.prefills[0].faults.prefill_delay_s = 1.0
+        refusal = asyncio.Event()
+        cluster.prefills[0].faults.before_prefill = lambda _request: refusal.wait()
         running = [asyncio.create_task(gw.complete()) for _ in range(2)]
         await until(lambda: len(cluster.prefills[0].seen.prefilled) == 2)
         refused = await gw.complete()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
+        refusal.set()
         assert [r.status_code for r in await asyncio.gather(*running)] == [200, 200]
         assert (await gw.complete()).status_code == 200
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,11 @@ async def test_the_head_waits_until_a_decode_pod_has_reserved(gw: Rig, cluster: 
 
 async def test_with_several_prompts_a_refusal_of_one_keeps_its_status(gw: Rig, cluster: FakeCluster) -> None:
     cluster.decodes[0].capacity = 1
-    cluster.prefills[0].faults.prefill_delay_s = 0.2
+    refused = asyncio.Event()
+    cluster.prefills[0].faults.before_prefill = lambda _request: refused.wait()
     response = await gw.http.post("/v1/completions", content=body("/v1/completions", prompt=["one", "two", "three"]))
     assert response.status_code == 429
+    refused.set()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -293,7 +296,10 @@ async def test_ipv6(smollm2_dir: Path) -> None:
             assert (await http.post("/v1/completions", content=body("/v1/completions"))).status_code == 200
 
 
-async def test_a_stream_waits_for_the_restart_of_the_only_decode_pod(gw: Rig, cluster: FakeCluster) -> None:
+async def test_a_stream_waits_for_the_restart_of_the_only_decode_pod(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gw.gateway, "settings", replace(gw.gateway.settings, pod_wait_s=30.0))
     expected = (await gw.complete(max_tokens=12)).json()["choices"][0]["text"]
     decode = cluster.decodes[0]
     decode.faults.stall_after = 4

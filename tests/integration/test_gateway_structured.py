@@ -22,26 +22,6 @@ from tests.rigs.gateway.tool_rig import SCHEMA, TOOLS, asked, client_of, fits, s
 from tests.rigs.pods.fake_pods import FakeCluster
 from tests.rigs.waiting import until
 
-LIMITS = {  #: The time limits of a proof, by their places.
-    "common.grammar.prover.WALL_S": prover.WALL_S,
-    "common.grammar.prover.PATIENCE_S": prover.PATIENCE_S,
-    "gateway.text.chat_format.PATIENCE_S": prover.PATIENCE_S,
-}
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proofs have time, because a busy machine starves ordinary ones too."""
-    for name in LIMITS:
-        monkeypatch.setattr(name, 60.0)
-
-
-@pytest.fixture
-def hurried(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proofs have the time limits of a gateway."""
-    for name, limit_s in LIMITS.items():
-        monkeypatch.setattr(name, limit_s)
-
 
 async def test_the_sdk_parses_a_model(gw: Rig, smollm2_dir: Path) -> None:
     class Step(BaseModel):
@@ -254,7 +234,7 @@ async def test_a_grammar_that_would_overflow_the_stack_is_refused(gw: Rig, field
         ({"tools": [tool(), tool("f", parameters=at_least_one(1000))], "tool_choice": "required"}, "tools"),
     ],
 )
-@pytest.mark.usefixtures("hurried")
+@pytest.mark.usefixtures("hurried_proofs")
 async def test_a_grammar_that_takes_too_long_is_refused(gw: Rig, fields: dict[str, Any], param: str) -> None:
     response = await gw.chat(**fields)
     error = response.json()["error"]
@@ -267,10 +247,10 @@ async def test_a_grammar_that_takes_too_long_is_refused(gw: Rig, fields: dict[st
     async def compiles() -> bool:
         return (await gw.chat(guided_regex="a")).status_code == 200
 
-    await until(compiles)  # on a busy machine the first tries may be late too
+    await until(compiles, 120)  # on a busy machine the first tries may be late too
 
 
-@pytest.mark.usefixtures("hurried")
+@pytest.mark.usefixtures("hurried_proofs")
 async def test_requests_are_served_beside_grammars_that_take_too_long(gw: Rig) -> None:
     """Another client sends four at a time, without a pause."""
     statuses: Counter[int] = Counter()
@@ -291,7 +271,7 @@ async def test_requests_are_served_beside_grammars_that_take_too_long(gw: Rig) -
         await until(lambda: statuses.total() > 0)
         for number in range(10):
             assert (await gw.chat()).status_code == 200
-            await until(partial(is_served, number))  # a small proof may get no processor in its time either
+            await until(partial(is_served, number), 120)  # a small proof may get no processor in its time either
         for bomb in bombs:
             bomb.cancel()
         ends = await asyncio.gather(*bombs, return_exceptions=True)

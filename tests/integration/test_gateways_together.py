@@ -98,7 +98,7 @@ async def test_pods_that_leave_or_die_are_forgotten_by_every_gateway(
     smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_pods, "FORGET_S", 0.5)
-    monkeypatch.setattr(publisher, "LEASE_MS", 2_000)
+    monkeypatch.setattr(publisher, "LEASE_MS", 5_000)
     async with two_gateways(smollm2_dir, tmp_path) as (cluster, gateways, entries):
         leaves, dies = cluster.prefills[0], cluster.prefills[1]
         await entries[leaves.name].index.stop()

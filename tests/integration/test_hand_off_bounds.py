@@ -174,7 +174,7 @@ class TestLocal:
                 decodes = [i for i in items if i.is_decode]
                 if decodes:
                     mixed.append(sum(i.num_new for i in items if not i.is_decode))
-                    time.sleep(0 if any(mixed) else 0.05)  # slow steps, so that the rest arrives within the 90
+                    time.sleep(0 if any(mixed) else 0.2)  # slow steps, so that the rest arrives within the 90
                 return launch(items, *more)
 
             monkeypatch.setattr(runner, "launch", noted)

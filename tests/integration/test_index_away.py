@@ -82,9 +82,10 @@ async def test_a_callback_that_fails_does_not_end_publishing(rig: Rig) -> None:
 
 async def test_a_dead_index_costs_a_few_timeouts_then_opens_the_breaker(rig: Rig) -> None:
     now = 100.0
-    reader = IndexReader(rig.url, timeout_s=0.8, breaker=CircuitBreaker(clock=lambda: now))
+    reader = IndexReader(rig.url, timeout_s=30.0, breaker=CircuitBreaker(clock=lambda: now))
     await reader.pods()
-    with rig.frozen():
+    with rig.frozen(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_timeout_s", 0.8)
         for _ in range(3):
             assert reader.available
             with pytest.raises(IndexUnavailable, match="does not answer"):

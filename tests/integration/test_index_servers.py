@@ -70,7 +70,7 @@ def has_line(reader: IndexReader) -> bool:
 
 async def serves(url: str) -> None:
     """Runs the whole life of a pod in the index at this URL."""
-    reader = IndexReader(url, timeout_s=2.0)
+    reader = IndexReader(url, timeout_s=10.0)
     try:
         async with pod(url):
             await until(lambda: finds(reader, {"p"}))
@@ -88,7 +88,7 @@ async def test_a_cluster(tmp_path: Path) -> None:
         await serves(url)
         async with connect_redis(plain, timeout_s=5.0) as client:
             await client.execute_command("SCRIPT", "FLUSH")
-        reader = IndexReader(url, timeout_s=2.0)
+        reader = IndexReader(url, timeout_s=10.0)
         async with pod(url), pod(url, "q", "ffee0011"):  # scopes are on different slots
             await until(lambda: finds(reader, {"p"}))
             await until(lambda: finds(reader, {"q"}, "ffee0011"))
@@ -104,7 +104,7 @@ async def test_a_user_with_the_minimal_rights(tmp_path: Path) -> None:
             await client.execute_command("ACL", "SETUSER", "baton", *rules.split())
             await client.execute_command("ACL", "SETUSER", "default", "off")
         await serves(f"redis://baton:p%40ss@127.0.0.1:{port_of(plain)}")
-        wrong = IndexReader(f"redis://baton:no@127.0.0.1:{port_of(plain)}", timeout_s=2.0)
+        wrong = IndexReader(f"redis://baton:no@127.0.0.1:{port_of(plain)}", timeout_s=10.0)
         with pytest.raises(IndexUnavailable, match="password"):
             await wrong.pods()
         await wrong.close()
@@ -144,7 +144,7 @@ async def test_tls_verifies_the_server_by_default(tmp_path: Path) -> None:
             await serves(f"rediss://localhost:{proxy.port}?{client}&ssl_cert_reqs=none")
             await serves(f"rediss://localhost:{proxy.port}?{ca}&{client}&ssl_check_hostname=false")
             for host, options in (("127.0.0.1", client), ("localhost", f"{ca}&{client}"), ("127.0.0.1", ca)):
-                reader = IndexReader(f"rediss://{host}:{proxy.port}?{options}", timeout_s=2.0)
+                reader = IndexReader(f"rediss://{host}:{proxy.port}?{options}", timeout_s=10.0)
                 with pytest.raises(IndexUnavailable):
                     await reader.pods()
                 await reader.close()
@@ -179,7 +179,7 @@ async def test_sentinels_lead_to_the_new_primary(tmp_path: Path, monkeypatch: py
         valkey_binary(), configuration, "--sentinel", stdout=asyncio.subprocess.DEVNULL
     )
     url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel_port}/main"
-    reader = IndexReader(url, timeout_s=2.0)
+    reader = IndexReader(url, timeout_s=10.0)
     try:
         async with connect_redis(f"redis://127.0.0.1:{sentinel_port}", timeout_s=5.0) as client:
 

@@ -72,7 +72,7 @@ async def test_a_prompt_that_gets_no_target_releases_everything(
 ) -> None:
     async with Cluster.start(model_dir) as cluster:
         for cancelled in (True, False):
-            monkeypatch.setattr(hand_off, "SET_TARGET_TIMEOUT_S", 30.0 if cancelled else 2.0)
+            monkeypatch.setattr(hand_off, "SET_TARGET_TIMEOUT_S", 30.0 if cancelled else 4.0)
             asked = request(prompt_of(2 * CHUNK, seed=cancelled), 4)
             call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
             kinds: list[str] = []
@@ -107,12 +107,12 @@ async def test_a_prompt_that_gets_no_target_releases_everything(
 
 
 async def test_set_target_waits_while_the_grammar_is_compiled(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "RETRY_LIMIT_S", 0.1)
+    monkeypatch.setattr(requests, "RETRY_LIMIT_S", 1.0)
     async with Cluster.start(model_dir) as cluster:
         refusal: InvalidRequest | None = None
 
         async def compiles(_request: ValidRequest) -> None:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(2.0)
             if refusal is not None:
                 raise refusal
 
@@ -275,7 +275,10 @@ async def test_a_failed_set_target_leads_to_another_attempt(gw: Rig, late: FakeC
     await settled(gw, late)
 
 
-async def test_the_error_of_the_prefill_hides_that_of_set_target(gw: Rig, late: FakeCluster) -> None:
+async def test_the_error_of_the_prefill_hides_that_of_set_target(
+    gw: Rig, late: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_module, "TARGET_GRACE_S", 30.0)
     (prefill,) = late.prefills
     prefill.faults.target_error = Unavailable("the request is not known to this pod")
     prefill.faults.prefill_error = InvalidRequest("the grammar is refused", field="guided_regex")

@@ -275,14 +275,14 @@ async def test_grpc_calls_without_a_message_take_no_permit(cluster: FakeCluster,
 
 async def test_a_requests_time_counts_from_its_head(gw: Rig, cluster: FakeCluster) -> None:
     cluster.prefills[0].faults.prefill_delay_s = 30.0
-    raw = posted().replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\nx-request-timeout: 1.5\r\n")
+    raw = posted().replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\nx-request-timeout: 4.0\r\n")
     async with connected(gw) as (client,):
         client.send(raw[:-1])
         await asyncio.sleep(0.5)
         assert not gw.gateway._requests
         client.send(raw[-1:])
         assert (await client.answer())[0] == 504
-    assert cluster.decodes[0].seen.timeouts[0] < 1.05
+    assert cluster.decodes[0].seen.timeouts[0] < 3.55
 
 
 async def test_a_disconnect_within_a_body_is_counted(cluster: FakeCluster, smollm2_dir: Path) -> None:

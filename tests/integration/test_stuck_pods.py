@@ -40,7 +40,7 @@ from tests.rigs.engine.blocked_step import BlockedStep, blocked_steps
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Cluster, Pod, expected, prompt_of, request
 from tests.rigs.waiting import until
 
-WATCHED = {"stuck_step_s": 0.5}
+WATCHED = {"stuck_step_s": 1.0}
 LOCAL = {"local_prefill": "512"}
 
 
@@ -139,7 +139,7 @@ async def test_the_warm_up_has_no_bound(
     warm_up = Engine.warm_up
 
     def slow(engine: Engine) -> None:
-        time.sleep(1.5)  # three bounds
+        time.sleep(3.0)  # three bounds
         warm_up(engine)
 
     monkeypatch.setattr(Engine, "warm_up", slow)
@@ -163,7 +163,7 @@ async def test_the_warm_up_has_no_bound(
 async def gateway(cluster: Cluster) -> AsyncIterator[tuple[Router, PodTable, GatewayMetrics]]:
     addresses = tuple(pod.runtime.address for pod in cluster.pods)
     signer = Signer(DEFAULT_SECRET.encode(), GATEWAY, "g", 1)
-    table = PodTable(addresses, None, signer=signer, model="tiny", stuck_s=0.5)
+    table = PodTable(addresses, None, signer=signer, model="tiny", stuck_s=2.0)
     metrics = GatewayMetrics()
     router = Router(table, metrics)
     await table.start()
@@ -204,7 +204,7 @@ async def first_blocked(blocked: Sequence[BlockedStep]) -> int:
 async def test_an_answer_continues_when_its_decode_pod_is_stuck(model_dir: Path, llm: LLM, watched: bool) -> None:
     """Without its watchdog the pod says nothing, and the gateway sees that no step ends."""
     async with (
-        Cluster.start(model_dir, prefill=0, decode=2, role=Role.BOTH, decode_config={"stuck_step_s": 1.0}) as cluster,
+        Cluster.start(model_dir, prefill=0, decode=2, role=Role.BOTH, decode_config={"stuck_step_s": 2.0}) as cluster,
         gateway(cluster) as (router, table, metrics),
     ):
         if watched:
@@ -228,9 +228,9 @@ async def test_an_answer_continues_when_its_decode_pod_is_stuck(model_dir: Path,
 
 
 async def test_an_answer_continues_when_its_prefill_pod_is_stuck(model_dir: Path, llm: LLM) -> None:
-    config = {"stuck_step_s": 1.0, "local_prefill": "off"}
+    config = {"stuck_step_s": 2.0, "local_prefill": "off"}
     async with (
-        Cluster.start(model_dir, prefill=2, prefill_config={"stuck_step_s": 1.0}, decode_config=config) as cluster,
+        Cluster.start(model_dir, prefill=2, prefill_config={"stuck_step_s": 2.0}, decode_config=config) as cluster,
         gateway(cluster) as (router, table, metrics),
     ):
         with (

@@ -30,7 +30,7 @@ async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path
     async with Cluster.start(
         model_dir,
         own_backend=True,
-        prefill_config={**TWO, "stuck_step_s": 1.0},
+        prefill_config={**TWO, "stuck_step_s": 2.5},
         decode_config={**TWO, "local_prefill": "off"},
     ) as cluster:
         lengths = [1, BLOCK, BLOCK + 1, CHUNK, 3 * CHUNK + 1]

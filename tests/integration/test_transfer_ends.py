@@ -112,7 +112,8 @@ async def test_reservation_without_a_writer_expires(cluster: Cluster) -> None:
 
 async def test_deadline_of_an_open_transfer(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
-    incoming = decode.reserve("r", 0, range(4), deadline_s=0.5)
+    await prefill.node.connect(decode.address, decode.name)
+    incoming = decode.reserve("r", 0, range(4), deadline_s=2.0)
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     transfer.push(0, [0, 1], FakePin([0, 1]))
     await until(lambda: incoming.over)

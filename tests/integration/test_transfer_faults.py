@@ -68,8 +68,9 @@ async def test_the_sender_is_not_done_before_every_range_arrived(cluster: Cluste
 
 async def test_without_notifications_neither_side_succeeds(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
+    await prefill.node.connect(decode.address, decode.name)
     decode.backend.on_notification = lambda _n: ()
-    incoming = decode.reserve("r", 0, range(4), deadline_s=1.0)
+    incoming = decode.reserve("r", 0, range(4), deadline_s=3.0)
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     for block in range(4):
         transfer.push(block, [block], FakePin([block]))

@@ -205,7 +205,7 @@ async def test_decode_is_frozen(hosts: Hosts) -> None:
     prefill = await hosts.start("prefill-0", Role.PREFILL)
     await prefill.node.connect(decode.address, decode.name)
     target = await decode.reserve("r", [1, 2])
-    transfer = prefill.node.start_transfer(target, "r", 2, 3.0)
+    transfer = prefill.node.start_transfer(target, "r", 2, 5.0)
     transfer.push(0, [1], FakePin([1]))
     await until(lambda: transfer.delivered_blocks == 1)
     decode.send_signal(signal.SIGSTOP)

@@ -309,7 +309,7 @@ def test_references_that_branch_take_no_exponential_time(
     assert json_types(schema["properties"]["a"], schema) in (None, {"object"})
     parser = row.format.new_parser(frozenset({"f"}), None, {"f": schema})
     parser.feed(row.format.render_calls([ToolCall("", "f", '{"a": "x"}')]))
-    assert time.process_time() - began < 2.0
+    assert time.process_time() - began < 8.0
 
 
 def test_definitions_that_would_be_copied_too_often_are_refused(tokenizer: TextTokenizer) -> None:

@@ -186,10 +186,10 @@ def follow(rules: Constraint, tokens: list[int]) -> None:
 
 
 def test_a_slow_mask_fails_only_its_own_sequence(tokenizer: GrammarTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mask of this grammar takes 75 ms or more, of the others 5 ms at most."""
-    slow = compile_grammar(tokenizer, Grammar(ambiguous(300), "guided"))
+    """Each mask of this grammar takes 200 ms or more, of the others 5 ms at most."""
+    slow = compile_grammar(tokenizer, Grammar(ambiguous(500), "guided"))
     other = compile_grammar(tokenizer, grammars.json_object(field="f"))
-    monkeypatch.setattr("engine.sampling.constraint.MASK_LIMIT_S", 0.03)
+    monkeypatch.setattr("engine.sampling.constraint.MASK_LIMIT_S", 0.06)
     bomb, good = (constraint(SamplingParams(), compiled) for compiled in (slow, other))
     with pytest.raises(InvalidRequest, match=r"guided is too costly: finding its next token takes more than") as error:
         follow(bomb, tokenizer.get().tokenize_str("abcabc"))
@@ -228,7 +228,7 @@ def test_a_token_is_cancelled_at_its_limit(tokenizer: GrammarTokenizer, monkeypa
     before = time.process_time()
     with pytest.raises(InvalidRequest, match="guided is too costly"):
         follow(rules, tokenizer.get().tokenize_str(f"{PREFIX}abcabcabc"))
-    assert time.process_time() - before < 3
+    assert time.process_time() - before < 6
 
 
 def test_the_interpreter_goes_on_while_a_token_is_followed(tokenizer: GrammarTokenizer) -> None:

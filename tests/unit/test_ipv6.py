@@ -19,6 +19,7 @@ from common.settings.configs import GatewayConfig, PodConfig, UpConfig
 from common.settings.kinds import host_port
 from common.types import Role
 from engine.parallel.rank_group import split_address
+from tests.rigs.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,9 @@ async def test_a_grpc_server_and_the_probes() -> None:
     server = RpcServer("::1", 0)
     port = await server.start()
     server.set_serving(True)
-    await asyncio.sleep(0.05)
     try:
-        assert await probes.trouble(f"grpc://[::1]:{port}", 5.0) is None
-        assert await probes.grpc_ready(f"[::1]:{port}")
+        await until(lambda: probes.grpc_ready(f"[::1]:{port}"))
+        assert await probes.trouble(f"grpc://[::1]:{port}", 30.0) is None
     finally:
         await server.stop(0)
 
@@ -72,7 +72,7 @@ async def test_an_http_probe_sends_a_valid_host() -> None:
     server = await asyncio.start_server(answer, "::1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        assert await probes.trouble(f"http://[::1]:{port}/ready", 5.0) is None
+        assert await probes.trouble(f"http://[::1]:{port}/ready", 30.0) is None
         assert await probes.http_ready("::1", port)
     assert all(f"Host: [::1]:{port}\r\n".encode() in head for head in heads)
 

@@ -154,7 +154,7 @@ async def test_a_stream_is_timed_event_by_event(stamped: bool, monkeypatch: pyte
     async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(OK + chunk(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])))
         for text in ("a", "b"):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
             raw = chunk(delta_event(text))
             writer.write(raw[:9])
             await asyncio.sleep(0.01)
@@ -167,8 +167,8 @@ async def test_a_stream_is_timed_event_by_event(stamped: bool, monkeypatch: pyte
     assert len(record.event_times) == 3
     first, second, third = record.event_times
     assert record.ttft_s is not None
-    assert record.ttft_s >= 0.055
-    assert second - first >= 0.055
+    assert record.ttft_s >= 0.505
+    assert second - first >= 0.505
     assert third - second < second - first
 
 
@@ -380,8 +380,8 @@ async def test_bytes_have_their_arrival_time_not_the_read_time(kernel_stamps: No
         nonlocal sent
         sent = time.perf_counter()
         writer.write(OK + chunk(delta_event("a", "stop")) + END)
-        time.sleep(0.5)  # noqa: ASYNC251 - blocks the client's loop, so it reads late
+        time.sleep(2.0)  # noqa: ASYNC251 - blocks the client's loop, so it reads late
 
     record = await outcome(script)
     assert record.error == ""
-    assert sent <= record.event_times[0] < sent + 0.4
+    assert sent <= record.event_times[0] < sent + 1.9

@@ -138,12 +138,12 @@ def test_a_rank_waits_for_messages_without_a_bound(monkeypatch: pytest.MonkeyPat
     exits: list[int] = []
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.02)
     monkeypatch.setattr(rank_module, "Watchdog", lambda stuck_s: Watchdog(stuck_s, end=exits.append))
-    channel: Any = Channel(RankMessage("step", {"bound_s": 0.1}, b""))
+    channel: Any = Channel(RankMessage("step", {"bound_s": 0.5}, b""))
     rank = Rank(1, channel)
     monkeypatch.setattr(rank, "_step", lambda _: None)
     thread = threading.Thread(target=serve, args=(rank,))
     thread.start()
-    channel.over.wait(1.0)
+    channel.over.wait(2.0)
     channel.over.set()
     thread.join()
     assert exits == []

@@ -126,7 +126,7 @@ with socket.create_connection(("127.0.0.1", port)) as stranger:
     stranger.sendall(b"no handshake" * 20)
     while stranger.recv(1000):
         pass
-time.sleep(0.2)
+time.sleep(SECONDS)
 server.stop(0)
 """
 
@@ -137,6 +137,7 @@ def test_grpc_writes_no_lines_of_its_own_unless_it_is_asked_to(
 ) -> None:
     Authority.create().issue(tmp_path, "gateway", "gateway", 1)
     code = STRANGER.replace("KEY", repr(str(tmp_path / KEY_FILE))).replace("CERT", repr(str(tmp_path / CERT_FILE)))
+    code = code.replace("SECONDS", "2.0" if writes else "0.5")
     env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     env |= {} if verbosity is None else {"GRPC_VERBOSITY": verbosity}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, env=env)

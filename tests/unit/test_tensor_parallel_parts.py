@@ -163,7 +163,6 @@ def test_a_channel_carries_messages_until_one_end_closes(tls: bool, tmp_path: Pa
 def test_certificates_of_both_ends_are_of_one_authority_and_of_a_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_channel, "HELLO_S", 1.0)
     ours, other = Authority.create(), Authority.create()
     leader, worker = (certificates(ours, tmp_path, role) for role in ("prefill", "worker"))
     gateway, stranger = certificates(ours, tmp_path, "gateway"), certificates(other, tmp_path / "other", "worker")
@@ -171,6 +170,7 @@ def test_certificates_of_both_ends_are_of_one_authority_and_of_a_group(
     assert left.peer_closed() is right.peer_closed() is False
     left.close()
     right.close()
+    monkeypatch.setattr(rank_channel, "HELLO_S", 1.0)
     for first, second, reason in (
         (leader, gateway, "has the role gateway; expected worker or prefill"),
         (gateway, worker, "has the role gateway; expected prefill or decode or both"),
