@@ -189,7 +189,12 @@ async def test_a_stored_response_is_not_copied_before_it_is_written(monkeypatch:
     store = ResponseStore("redis://127.0.0.1:1", ttl_s=60, max_bytes_per_tenant=1)
     written: list[bytes] = []
     dumps = orjson.dumps
-    monkeypatch.setattr(orjson, "dumps", lambda value: written.append(dumps(value)) or written[-1])
+
+    def dump(value: Any) -> bytes:
+        written.append(dumps(value))
+        return written[-1]
+
+    monkeypatch.setattr(orjson, "dumps", dump)
     item = {"id": "i", "type": "message", "content": [{"text": "é\n"}]}
     response = StoredResponse({"id": "r", "output": [item]}, Countable([item]), Countable([item, item]))
     try:
