@@ -233,7 +233,7 @@ async def test_grpc_connections_are_bounded_in_all(
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stubs[2].ListModels(request)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        await opened[0].close()
+        await opened[0].close(None)
         assert (await stubs[2].ListModels(request, wait_for_ready=True, timeout=60)).models
 
 
