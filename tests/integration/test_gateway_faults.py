@@ -150,6 +150,21 @@ async def test_after_a_broken_hand_off_the_request_is_retried_on_other_pods(
     assert len(begun) >= 2
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_first_tokens_that_are_lost_with_the_prefill_call_are_computed_again(
+    gw: Rig, cluster: FakeCluster, n: int
+) -> None:
+    """Only the prefill pod sends them. The decode pod has all KV and sends every later token."""
+    expected = [choice["text"] for choice in (await gw.complete(n=n)).json()["choices"]]
+    for pod in cluster.prefills:
+        pod.faults.lose_first_tokens = 1
+    answer = await gw.complete(n=n)
+    assert [choice["text"] for choice in answer.json()["choices"]] == expected
+    assert sum(pod.faults.lose_first_tokens for pod in cluster.prefills) < len(cluster.prefills)
+    await gw.settled()
+    assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) >= 1
+
+
 async def test_early_repeated_and_swapped_tokens_of_a_decode_pod(gw: Rig, cluster: FakeCluster) -> None:
     expected = (await gw.complete(max_tokens=20)).json()["choices"][0]["text"]
     for pod in (*cluster.decodes, *cluster.prefills):

@@ -80,6 +80,8 @@ class Faults:
     hand_off_errors: int = 1 << 30
     #: The Prefill call ends after the first tokens.
     drop_prefill_after_first: int = 0
+    #: The decode pod gets the KV, and the Prefill call ends before the first tokens, as over a broken connection.
+    lose_first_tokens: int = 0
     token_delay_s: float = 0.0
     #: Decoding stops for ever after so many tokens.
     stall_after: int | None = None
@@ -459,9 +461,12 @@ class FakePod(
             ends = [finish if len(tokens) == first_index + 1 else None for tokens, finish in outcomes]
             progress = prefill_pb2.PrefillProgress(computed_tokens=valid.context_len, cached_tokens=self.cached_tokens)
             yield prefill_pb2.PrefillEvent(progress=progress)
-            if faults.decode_before_first:
+            if faults.decode_before_first or faults.lose_first_tokens:
                 self._cluster.pods[(await target).address].commit(valid.request_id, ends)
                 await asyncio.sleep(0.05)
+            if faults.lose_first_tokens:
+                faults.lose_first_tokens -= 1
+                return
             for child, (tokens, _), end in zip(valid.child_indices, outcomes, ends, strict=True):
                 first = prefill_pb2.FirstToken(
                     token=token_to_pb(tokens[first_index]),
