@@ -182,8 +182,8 @@ async def test_a_prompt_in_the_queue_of_a_decode_pod_is_not_stalled(
     for pod in cluster.decodes:
         pod.faults.local_after_s, pod.faults.stall_after = 0.0, 0
     task = asyncio.create_task(text(gw))
-    await until(lambda: any(not pod.idle for pod in cluster.decodes))
-    (victim,) = (pod for pod in cluster.decodes if not pod.idle)
+    await until(lambda: any(pod.seen.stalls for pod in cluster.decodes))
+    (victim,) = (pod for pod in cluster.decodes if pod.seen.stalls)
     victim.load, victim.steps = transfer_pb2.Load(running=1, waiting=waiting), 3
     for pod in cluster.decodes:
         pod.faults.stall_after = None

@@ -111,6 +111,8 @@ class Seen:
     decode_aborts: list[str] = field(default_factory=list)
     child_aborts: list[tuple[str, int]] = field(default_factory=list)
     prefill_cancels: list[str] = field(default_factory=list)
+    #: Sequences that stopped after `stall_after` tokens.
+    stalls: list[str] = field(default_factory=list)
     hand_offs: list[str] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
     remote_costs: list[decode_pb2.RemotePrefill] = field(default_factory=list)
@@ -400,6 +402,7 @@ class FakePod(
         for i, group in enumerate(groups):
             await asyncio.sleep(self.faults.token_delay_s)
             if self.faults.stall_after is not None and i >= self.faults.stall_after:
+                self.seen.stalls.append(request_id)
                 await asyncio.Event().wait()
             last = i == len(groups) - 1
             cached = self.cached_tokens if start == 0 and i == 0 else None
