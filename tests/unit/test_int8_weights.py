@@ -12,7 +12,7 @@ import torch
 from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.llm import LLM
-from engine.models.cpu_weights import can_pack, product, quantize
+from engine.models.cpu_weights import can_pack, padded_rows, product, quantize
 from engine.models.decoder import Decoder
 from engine.models.layers import Linear
 from engine.models.loader import open_model
@@ -83,6 +83,13 @@ def test_a_shape_or_a_model_without_int8_weights_is_refused(tmp_path: Path) -> N
         open_model(bare_model(tmp_path, GPT2), "dummy", form="int8").load(64, CPU, torch.float32)
     with pytest.raises(ConfigError, match="weights int8 cannot be combined with tensor_parallel_size 2"):
         LLM(bare_model(tmp_path, WIDE), load_format="dummy", device="cpu", weights="int8", tensor_parallel_size=2)
+
+
+def test_packed_products_have_few_numbers_of_rows() -> None:
+    padded = {rows: padded_rows(rows) for rows in range(1, 2049)}
+    assert len(set(padded.values())) <= 100, "oneDNN keeps compiled code for each number"
+    assert all(rows <= more <= max(rows * 1.25, rows + 3) for rows, more in padded.items())
+    assert [padded[rows] for rows in (1, 3, 4, 5, 33, 65, 257, 1024)] == [1, 3, 4, 8, 40, 80, 288, 1024]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
