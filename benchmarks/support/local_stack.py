@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,12 @@ def connections(process: ChildProcess) -> list[str]:
 
 @contextlib.contextmanager
 def running_pods(
-    model: Path, pods: Mapping[str, Mapping[str, str]], *, device: str, start_s: float = START_S
+    model: Path,
+    pods: Mapping[str, Mapping[str, str]],
+    *,
+    device: str,
+    start_s: float = START_S,
+    within: Sequence[str] = (),
 ) -> Iterator[dict[str, BarePod]]:
     """Runs pods without a gateway for the block, and prints their logs if the block fails. Then kills them.
 
@@ -128,6 +133,7 @@ def running_pods(
 
     Args:
         pods: flags of `baton serve` by pod name.
+        within: a command that runs each pod's command, for example unshare(1) with its flags.
     """
     gpus = assign_gpus(len(pods), () if device == "cpu" else visible_gpus())
     env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
@@ -142,7 +148,7 @@ def running_pods(
             argv = [f"--{flag}={value}" for flag, value in {**common, **flags}.items()]
             process = ChildProcess(
                 name,
-                [sys.executable, "-P", "-m", "cli", "serve", *argv],
+                [*within, sys.executable, "-P", "-m", "cli", "serve", *argv],
                 log=logs / f"{name}.log",
                 env=env if gpu is None else env | {"CUDA_VISIBLE_DEVICES": gpu[0].id},
             )
