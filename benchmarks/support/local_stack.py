@@ -132,7 +132,7 @@ def running_pods(
     loop, in a thread that lives longer than the block. Raises RuntimeError if a pod ends or is not ready in start_s.
 
     Args:
-        pods: flags of `baton serve` by pod name.
+        pods: flags of `baton serve` by pod name. A flag that takes no value has "".
         within: a command that runs each pod's command, for example unshare(1) with its flags.
     """
     gpus = assign_gpus(len(pods), () if device == "cpu" else visible_gpus())
@@ -145,7 +145,7 @@ def running_pods(
             port = stack.enter_context(PortLease())
             common = {"model": str(model), "name": name, "port": str(port.port), "device": device}
             common |= {"log-level": "info", "log-format": "text"}
-            argv = [f"--{flag}={value}" for flag, value in {**common, **flags}.items()]
+            argv = [f"--{flag}={value}" if value else f"--{flag}" for flag, value in {**common, **flags}.items()]
             process = ChildProcess(
                 name,
                 [*within, sys.executable, "-P", "-m", "cli", "serve", *argv],

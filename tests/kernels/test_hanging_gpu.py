@@ -38,6 +38,7 @@ async def test_a_pod_with_a_hanging_gpu_ends(tmp_path: Path) -> None:
             "model": model,
             "name": "decode-0",
             "role": "decode",
+            "local-prefill": 512,
             "port": port.port,
             "device": "cuda",
             "served-name": "tiny",
@@ -46,7 +47,7 @@ async def test_a_pod_with_a_hanging_gpu_ends(tmp_path: Path) -> None:
             "stuck-step-s": STUCK_S,
             "log-format": "text",
         }
-        argv = [f"--{flag}={value}" for flag, value in flags.items()]
+        argv = ["--no-cuda-graphs", *(f"--{flag}={value}" for flag, value in flags.items())]
         command = [sys.executable, "-P", str(Path(hanging_gpu.__file__)), str(trigger), "serve", *argv]
         env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
         pod = ChildProcess("decode-0", command, log=tmp_path / "log", env=env | {"BATON_SECRET": secret})

@@ -24,10 +24,19 @@ from tests.rigs.pods.harness import GatewayStream, PlayedGateway, PodClient, gat
 UNSHARE = shutil.which("unshare") or ""
 NAMESPACES = [UNSHARE, "--pid", "--ipc", "--mount-proc", "--fork", "--kill-child=KILL"]
 BLOCK = 16
-EVERY = {"served-name": "tiny", "dtype": "float32", "load-format": "dummy", "max-seqs": "16", "block-size": str(BLOCK)}
+EVERY = {
+    "served-name": "tiny",
+    "dtype": "float32",
+    "load-format": "dummy",
+    "max-seqs": "16",
+    "block-size": str(BLOCK),
+    "kv-memory": "256M",
+    "checksums": "",
+    "no-cuda-graphs": "",  # a quick start
+}
 PODS = {
-    "prefill": {"role": "prefill", "kv-memory": "256M", **EVERY},
-    "decode": {"role": "decode", "local-prefill": "off", "kv-memory": "256M", "checksums": "true", **EVERY},
+    "prefill": {"role": "prefill", **EVERY},
+    "decode": {"role": "decode", "local-prefill": "off", **EVERY},
 }
 
 
