@@ -63,7 +63,7 @@ async def test_a_pod_with_a_hanging_gpu_ends(tmp_path: Path) -> None:
             trigger.touch()
             with contextlib.suppress(BatonError, TimeoutError):
                 await played.generate(request(prompt_of(41), 8), timeout_s=60)
-            assert await asyncio.to_thread(pod.wait, 30.0) == EXIT_STUCK
+            assert await asyncio.to_thread(pod.wait, 90.0) == EXIT_STUCK, pod.tail(60)
             text = "\n".join(pod.tail(400))
             assert "the engine is stuck" in text
             assert "thread engine:" in text

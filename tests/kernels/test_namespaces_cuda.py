@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,8 @@ async def test_pods_in_containers_of_one_node_hand_over_through_shared_memory(
         for pod in played.pods:
             await pod.channel.close()
     requests += together
-    llm = LLM(model, device="cuda", dtype="float32", load_format="dummy", kv_memory=1 << 28, max_model_len=8192)
+    options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "kv_memory": 1 << 28, "cuda_graphs": False}
+    llm = LLM(model, device="cuda", max_model_len=8192, **options)
     try:
         expected = llm.generate([r.prompt_ids for r in requests], [r.sampling for r in requests], ignore_eos=True)
     finally:
