@@ -171,6 +171,7 @@ class TransferNode:
         self, address: str, pod: str, generation: int | None = None, timeout_s: float = 30.0
     ) -> PeerStats:
         """Connects to and probes `pod` at `address` (None: any generation). Returns at once if connected."""
+        self._connector.want(pod)
         return (await self._connector.connect(address, pod, timeout_s, generation)).stats(self._clock())
 
     # -- receiving ----------------------------------------------------------------------------------------------------

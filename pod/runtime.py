@@ -201,7 +201,7 @@ class PodRuntime:
             await self._join_index(self.config.redis)
         self._health.start()
         self.lifecycle.ready()
-        self._server.set_serving(True)
+        self._update_serving()  # a signal may have begun the drain
         _log.info("%s pod %s serves %s on %s", self.config.role, self.name, self.served_name, self.address)
 
     async def _join_index(self, redis: str) -> None:
@@ -286,7 +286,7 @@ class PodRuntime:
         return self.lifecycle.state is LifecycleState.READY and self._health.intact and not self.watch.stuck
 
     def _update_serving(self) -> None:
-        """Sets the health check after a loop got stuck or recovered."""
+        """Sets the health check after the start, and after a loop got stuck or recovered."""
         self._server.set_serving(self._takes_work)
 
     def _drain_and_exit(self, exit_code: int, reason: str) -> None:

@@ -220,6 +220,9 @@ class Attempt:
                     return await pod.decode.Reserve(message, timeout=timeout_s, metadata=self._trace.metadata)
         except TimeoutError as e:
             raise Unavailable(f"decode pod {pod.name} did not answer Reserve within {limit_s:g} s") from e
+        finally:
+            if self._decode is not pod:  # closed meanwhile, by another task: that abort may have come before the lease
+                pod.abort(self._request.request_id, self._deadline)
 
     def _on_reserved(self, placement: Placement, answer: decode_pb2.ReserveResponse, outcome: str) -> None:
         """The decode pod computes the prompt itself (local), or gave the blocks for its KV (target)."""

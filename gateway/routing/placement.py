@@ -123,7 +123,7 @@ class Placement:
 
     def on_local_prefill(self) -> None:
         """The decode pod computes the prompt itself: moves the booking of the prompt there. Idempotent."""
-        if self.chosen_prefill is None:
+        if self.chosen_prefill is None or not self._booked:
             return
         prefill, self.chosen_prefill = self.chosen_prefill, None
         prefill.option.view.prefill_bookings.remove(self.request_id)

@@ -41,7 +41,7 @@ class SharedAnswer(Generic[T]):
         self.kept = True  #: All items are in memory.
         self.complete = False  #: No more items come.
         self.error: BatonError | None = None  #: Why the answer failed. Readers get it after the last item.
-        self.client_ids: set[str] = set()  #: Request ids of the clients that read the answer, if they sent one.
+        self.client_ids: list[str] = []  #: Request ids of the readers' clients, see AnswerReader.set_client_id.
         self.on_growth: Callable[[], None] = _ignore  #: See REPORT_BYTES.
         self.on_abandoned: Callable[[], None] = _ignore  #: Called when the last reader of a running answer ends.
         self._items: list[T] = []
@@ -114,6 +114,8 @@ class SharedAnswer(Generic[T]):
             yield reader
         finally:
             self._readers.discard(reader)
+            if reader.client_id is not None:  # a kept answer may be read for days, each time under another id
+                self.client_ids.remove(reader.client_id)
             if not self.complete and not self._readers:
                 self.on_abandoned()
 
@@ -128,9 +130,15 @@ class AnswerReader(Generic[T]):
     def __init__(self, answer: SharedAnswer[T]) -> None:
         self.position = 0  #: Number of the next item.
         self.behind = False  #: Items were dropped before the reader got them.
+        self.client_id: str | None = None  #: The request id that the client sent; None for the first reader.
         self._answer = answer
         self._on_item: Callable[[T], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    def set_client_id(self, client_id: str) -> None:
+        """Lets a client abort the running answer by its own request id, as long as it reads the answer."""
+        self.client_id = client_id
+        self._answer.client_ids.append(client_id)
 
     async def next(self) -> Sequence[T]:
         """Waits for items. Returns all items since the last call, and nothing at the end of the answer.

@@ -63,7 +63,7 @@ class PairTrouble:
     generation: int  #: Generation that was wanted; 0 for any.
     address: str
     why: str
-    since: float
+    wanted_at: float  #: When the pair was last known to be wanted.
     retry_at: float  #: The prober tries again at this time.
     tries: int = 0
 

@@ -127,6 +127,11 @@ class PeerConnector:
         if len(self.troubles) > MAX_TROUBLES:
             del self.troubles[next(iter(self.troubles))]
 
+    def want(self, pod: str) -> None:
+        """Keeps the trouble of a pair from being forgotten, because `pod` still exists: gateways would use the pair."""
+        if (trouble := self.troubles.get(pod)) is not None:
+            trouble.wanted_at = self.clock()
+
     def break_connection(self, connection: PeerConnection, why: str) -> None:
         """Ends the use of a connection whose probe failed. The next attempt makes another one."""
         connection.trouble = why

@@ -30,7 +30,7 @@ LATE_S = 5.0  #: After this time without an answer to its probe, a pair is in tr
 MAX_PROBES = 4  #: Probes that run at the same time. Late ones do not count.
 MAX_RETRY_S = 10.0  #: Longest pause between two attempts to connect a pair in trouble.
 CONNECT_S = 30.0  #: Time limit of one attempt to connect.
-FORGET_S = 60.0  #: After this time in trouble, a pair is forgotten; the next request tries to connect it.
+FORGET_S = 60.0  #: A pair in trouble that is unwanted for so long is forgotten; the next request tries to connect it.
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class PairProber:
             self._probed.add(connection)
             self._spawn(self._probe(connection))
         for trouble in list(self.connector.troubles.values()):
-            if now - trouble.since >= FORGET_S:
+            if now - trouble.wanted_at >= FORGET_S:
                 del self.connector.troubles[trouble.pod]
                 _log.info("%s at %s is not tried any more", trouble.pod, trouble.address)
             elif now >= trouble.retry_at and trouble.pod not in self._retried:

@@ -351,6 +351,29 @@ async def test_a_prefill_that_is_cancelled_before_it_begins_leaves_no_booking(gw
     assert not any(pod.seen.prefilled for pod in cluster.prefills)
 
 
+@pytest.mark.parametrize("local", [False, True])
+async def test_a_reservation_that_is_made_after_the_end_of_its_attempt_is_aborted(
+    gw: Rig, cluster: FakeCluster, local: bool
+) -> None:
+    """The abort of `close` comes before the pod has reserved, so the pod does not know the request yet."""
+    reserves = asyncio.Event()
+    for pod in cluster.decodes:
+        pod.faults.before_reserve = lambda _: reserves.wait()
+        pod.faults.local_after_s = 0.0 if local else None
+        pod.faults.stall_after = 0
+    attempt = await make_attempt(gw, max_tokens=4)
+    starting = asyncio.create_task(attempt.start())
+    await until(lambda: any(pod.seen.reserved for pod in cluster.decodes))
+    attempt.close()
+    await until(lambda: any(pod.seen.decode_aborts for pod in cluster.decodes))
+    reserves.set()
+    await starting
+    attempt.close()
+    await until(lambda: all(pod.idle for pod in cluster.decodes))
+    await gw.settled()
+    assert not len(gw.gateway.models.first.router.inflight)
+
+
 async def leave_during_prefill(gw: Rig, cluster: FakeCluster) -> None:
     client = asyncio.create_task(gw.complete())
     await until(lambda: any(pod.seen.prefilled for pod in cluster.prefills))

@@ -280,6 +280,16 @@ async def test_an_answer_has_a_bounded_number_of_readers() -> None:
         reader.__exit__(None, None, None)
 
 
+async def test_an_answer_knows_the_request_ids_of_its_present_readers_only() -> None:
+    answer = SharedAnswer[int]()
+    with answer.reader():
+        for client_id in ("a", "b", "a"):
+            with answer.reader() as reader:
+                reader.set_client_id(client_id)
+                assert list(answer.client_ids) == [client_id]
+        assert not answer.client_ids
+
+
 async def test_readers_get_the_items_and_then_the_error() -> None:
     answer = SharedAnswer[int]()
     with answer.reader() as reader:

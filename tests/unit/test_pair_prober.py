@@ -11,7 +11,7 @@ import pytest
 from common.errors import BatonError, TransferFailed, Unavailable
 from kv_transfer.peers import pair_prober
 from kv_transfer.peers.connection import PairTrouble
-from kv_transfer.peers.connector import PAIR_RETRY_S
+from kv_transfer.peers.connector import PAIR_RETRY_S, PeerConnector
 from kv_transfer.peers.pair_prober import FORGET_S, MAX_PROBES, PairProber
 
 PERIOD_S = 10.0
@@ -157,7 +157,7 @@ async def test_a_failed_probe_of_a_replaced_connection_is_no_trouble_of_the_pair
 async def test_a_pair_in_trouble_is_retried_less_and_less_often_and_then_forgotten(rig: Rig) -> None:
     connector = rig.connector
     connector.connections.clear()
-    connector.troubles["d1"] = PairTrouble("d1", 7, "127.0.0.1:1", "gone", since=0.0, retry_at=1.0)
+    connector.troubles["d1"] = PairTrouble("d1", 7, "127.0.0.1:1", "gone", wanted_at=0.0, retry_at=1.0)
     connector.refusal = Unavailable("gone")
     tried = []
     for rig.now in range(60):
@@ -170,6 +170,21 @@ async def test_a_pair_in_trouble_is_retried_less_and_less_often_and_then_forgott
     rig.now = FORGET_S
     await rig.look()
     assert not connector.troubles
+
+
+async def test_a_pod_that_the_index_lists_stays_in_trouble(rig: Rig) -> None:
+    """Gateways would use the pair, and each request would wait for an attempt to connect."""
+    rig.connector.connections.clear()
+    rig.connector.refusal = Unavailable("timed out")
+    unused: Any = None
+    connector = PeerConnector(unused, unused, unused, lambda: rig.now, unused)
+    rig.connector.troubles = connector.troubles
+    connector.record_trouble("127.0.0.1:1", "d1", 7, "timed out")
+    for rig.now, left in ((FORGET_S - 1, 1), (FORGET_S + 1, 1), (2 * FORGET_S + 2, 0)):
+        await rig.look()
+        assert len(connector.troubles) == left
+        if rig.now < FORGET_S:
+            connector.want("d1")
 
 
 async def test_stop_ends_the_probes(rig: Rig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from kv_transfer.backend.staging.agent import StagingOptions
 from kv_transfer.backend.staging.area import StagingArea
 from kv_transfer.backend.staging.copiers import Ended, MemoryCopier
 from kv_transfer.backend.staging.receiver_end import GRACE_S
-from kv_transfer.backend.staging.writer_end import SILENCE_S
+from kv_transfer.backend.staging.writer_end import END_S, SILENCE_S
 from kv_transfer.memory import PoolMemory, host_pool
 
 BLOCKS, BLOCK_BYTES, SLOTS = 64, 512, 64  # windows of 16 slots, pieces of 4 blocks, three windows
@@ -165,18 +166,59 @@ def test_lost_doubled_and_late_messages_change_nothing(world: World) -> None:
     assert {block: receiver.memory.read_block(block) for block in expected} == expected
 
 
-def test_a_receiver_that_is_silent_fails_the_write_and_not_before(world: World) -> None:
+def test_a_silent_receiver_fails_the_write_once_it_drops_late_pieces(world: World) -> None:
+    """Silence proves nothing: the receiver may free the blocks when the write has failed, and a late LAND may come."""
     writer, receiver = world.pod("p"), world.pod("d")
     world.connect(writer, receiver)
     world.turns()
-    world.fabric.on_notify = lambda _source, peer, _payload: (0.0,) if peer.startswith("d") else ()
+    late: list[tuple[str, str, bytes]] = []
+
+    def cut(*message: Any) -> Sequence[float]:
+        late.append(message)
+        return ()
+
+    world.fabric.on_notify = cut
     handle = writer.backend.write("d", [1], [2], b"range")
-    world.turns(10, seconds=(SILENCE_S - 2) / 10)
+    world.turns(40, seconds=1.0)
     assert writer.backend.poll(handle) is WriteState.PENDING
-    world.turns(10, seconds=1.0)
+    world.fabric.on_notify = lambda *_: (0.0,)
+    world.turns(4, seconds=0.1)
     assert writer.backend.poll(handle) is WriteState.FAILED
     assert "no answer" in writer.backend.error(handle)
+    before = receiver.memory.read_block(2)
+    for source, peer, payload in late:
+        world.fabric.notify(source, peer, payload)
+    world.turns()
+    assert receiver.memory.read_block(2) == before
+    assert not receiver.delivered
     writer.backend.release(handle)
+    writer.backend.disconnect("d")
+
+
+def test_a_peer_that_never_answers_again_ends_its_writes(world: World) -> None:
+    writer, receiver = world.pod("p"), world.pod("d")
+    world.connect(writer, receiver)
+    world.turns()
+    world.fabric.on_notify = lambda *_: ()
+    handle = writer.backend.write("d", [1], [2], b"range")
+    world.turns(int(SILENCE_S + END_S) - 2, seconds=1.0)
+    assert writer.backend.poll(handle) is WriteState.PENDING
+    world.turns(4, seconds=1.0)
+    assert writer.backend.poll(handle) is WriteState.FAILED
+
+
+def test_a_failed_write_ends_the_writes_that_wait_for_its_slots(world: World) -> None:
+    writer, receiver = world.pod("p"), world.pod("d")
+    world.connect(writer, receiver)
+    world.turns()
+    receiver.copier.fails = True
+    handles = [writer.backend.write("d", list(range(32)), list(range(32)), b"range") for _ in range(3)]
+    world.turns(10, seconds=0.1)
+    receiver.copier.fails = False
+    world.turns(100, seconds=1.0)
+    assert [writer.backend.poll(handle) for handle in handles] == [WriteState.FAILED] * 3
+    for handle in handles:
+        writer.backend.release(handle)
     writer.backend.disconnect("d")
 
 

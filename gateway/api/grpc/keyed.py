@@ -68,7 +68,7 @@ async def serve_keyed(
     deadline = time.monotonic() + (limit_s if left is None else min(limit_s, left))
     with gateway.answer_keys.read(caller, parse_key(key), content, GrpcAnswer, compute) as (answer, reader, joined):
         if joined and request.request_id:
-            answer.client_ids.add(request.request_id[:MAX_CLIENT_ID])
+            reader.set_client_id(request.request_id[:MAX_CLIENT_ID])
         try:
             async with asyncio.timeout(deadline + SEND_GRACE_S - time.monotonic()):
                 while items := await reader.next():

@@ -115,7 +115,7 @@ async def serve_keyed(
             raw.clear()
             response.headers = {REPLAYED: "true"}
             if client_id is not None:
-                answer.client_ids.add(client_id)
+                reader.set_client_id(client_id)
         if endpoint.errors is not OPENAI_ERRORS:
             response.error_event = lambda error: (
                 b"event: error\ndata: " + encoded(endpoint.errors.body(error, response.request_id or "")) + b"\n\n"

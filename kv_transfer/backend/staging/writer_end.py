@@ -3,7 +3,9 @@
     write -> pieces:  slots free -> copy from the pool -> [network write] -> LAND -> LANDED -> slots free
 
 A piece takes slots of its receiver's window, and without a shared area slots of this pod as well. A write is DONE when
-the receiver has copied its last piece. A write with an error is FAILED only when nothing reads its source any more.
+the receiver has copied its last piece. A write with an error is FAILED only when nothing reads its source any more, and
+no piece of it can be copied later. Silence proves nothing about a piece that was sent: a new session does, because the
+receiver drops the pieces of the former one. An error ends the whole session, as its other writes lack the lost slots.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 REPEAT_S = (0.1, 2.0)  #: First and longest wait before a message without an answer is sent again.
 SILENCE_S = 15.0  #: A piece without an answer for this long has failed.
+#: A receiver that does not begin the session that ends a failed one is gone after this time: no transport keeps a
+#: message that long. TCP gives up after nixl.TCP_SILENCE_S.
+END_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +55,11 @@ class _Piece:
     def reads_source(self) -> bool:
         """A copy from the pool, or the network write of its copy, may be under way."""
         return self.copied is not None or self.moving is not None
+
+    @property
+    def may_land(self) -> bool:
+        """The receiver may still copy the bytes into its pool."""
+        return self.sent and not self.landed
 
 
 @dataclass(eq=False, slots=True)
@@ -75,8 +85,10 @@ class _Receiver:
     free: list[int] = field(default_factory=list)  #: Free slots of the window.
     granted: bool = False  #: The window was granted.
     refused: str = ""  #: Why the peer gets no staged writes; "" if it does.
+    ending: bool = False  #: `session` is a new one, which ends the session of the refused writes.
+    ended: bool = False  #: No piece of the refused writes can land any more.
     hello_at: float = 0.0  #: HELLO is sent again at this time.
-    silent_at: float = 0.0  #: Without a grant the peer is refused at this time.
+    silent_at: float = 0.0  #: Without a grant the peer is refused, or its session has ended, at this time.
     writes: deque[StagedWrite] = field(default_factory=deque)  #: Writes that are not terminal.
 
 
@@ -158,6 +170,7 @@ class WriterEnd:
         """Continues whatever can continue."""
         for peer, receiver in self.receivers.items():
             self._ask_for_window(peer, receiver, now)
+            self._end_session(peer, receiver, now)
             for write in list(receiver.writes):
                 self._advance_write(receiver, write, now)
                 if write.state is not WriteState.PENDING:
@@ -172,6 +185,20 @@ class WriterEnd:
             receiver.hello_at = now + REPEAT_S[0]
             self._agent.notify(peer, Hello(receiver.session))
 
+    def _end_session(self, peer: str, receiver: _Receiver, now: float) -> None:
+        """Begins a new session if a piece of a refused write may land, and asks until the receiver has begun it too."""
+        if not receiver.refused or receiver.ended:
+            return
+        if not receiver.ending:
+            if not any(piece.may_land for write in receiver.writes for piece in write.pieces):
+                return
+            receiver.ending, receiver.session = True, next(self._sessions)
+            receiver.hello_at, receiver.silent_at = now, now + END_S
+        if now >= receiver.hello_at:
+            receiver.hello_at = now + REPEAT_S[0]
+            sent = self._agent.notify(peer, Hello(receiver.session))  # without a way to the peer no piece arrives
+            receiver.ended = not sent or now >= receiver.silent_at
+
     def _advance_write(self, receiver: _Receiver, write: StagedWrite, now: float) -> None:
         if receiver.refused and not write.error:
             write.error = receiver.refused
@@ -184,9 +211,12 @@ class WriterEnd:
         except Exception as e:  # of a copy: CUDA's errors have no common base class
             _log.exception("a staged write to %s failed", write.peer)
             write.error = write.error or describe(e)
+        receiver.refused = receiver.refused or write.error
         if any(piece.reads_source for piece in write.pieces):
             return
         if write.error:
+            if not receiver.ended and any(piece.may_land for piece in write.pieces):
+                return
             write.state = WriteState.FAILED
             for piece in write.pieces:
                 self._free_own(piece)
@@ -226,7 +256,7 @@ class WriterEnd:
                 self._send(receiver, write, piece, now)
         if piece.moving is not None and not self._end_network_write(write, piece, now):
             return
-        if piece.sent and not piece.landed and not write.error and now >= piece.repeat_at:
+        if piece.may_land and not write.error and now >= piece.repeat_at:
             if now >= piece.silent_at:
                 write.error = f"no answer for {SILENCE_S:g} s after the bytes were staged"
             else:
@@ -245,7 +275,7 @@ class WriterEnd:
         inner.release(handle)
         self._free_own(piece)
         write.error = write.error or error
-        if not write.error:
+        if not error:
             _mark_sent(piece, now)
         return True
 
@@ -266,7 +296,10 @@ class WriterEnd:
 
     def on_grant(self, peer: str, grant: Grant) -> None:
         receiver = self.receivers.get(peer)
-        if receiver is None or receiver.session != grant.session or receiver.granted:
+        if receiver is None or receiver.session != grant.session:
+            return
+        receiver.ended = receiver.ending
+        if receiver.granted or receiver.refused:
             return
         if not grant.count:
             receiver.refused = f"{peer} has no staging window left; raise its staging_memory"
