@@ -40,19 +40,18 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHAPES = ((6144, 4096, "norm"), (4096, 4096, "residual"), (28672, 4096, "gated"), (4096, 14336, "residual"))
 KINDS = ("int4", "int4 zeros", "fp8", "fp8 blocks", "int8")
 
-FEW4 = [(8, 32, 128, 4, 4, 4), (8, 32, 128, 4, 2, 5), (8, 64, 128, 4, 4, 3), (16, 32, 128, 4, 4, 4)]
-TILES4: dict[int, list[tuple[int, ...]]] = {
-    8: FEW4,
-    16: [(16, 32, 128, 4, 4, 4), (16, 32, 128, 4, 2, 4), (16, 64, 128, 4, 4, 3)],
-    32: [(32, 32, 128, 4, 4, 3), (32, 64, 128, 4, 4, 3)],
+TILES4: dict[int, list[tuple[Any, ...]]] = {
+    8: [(8, 16, 128, 4, 4, 2, True), (8, 32, 128, 4, 4, 2, True), (8, 16, 128, 4, 4, 3, True), (8, 64, 128, 4, 4, 3)],
+    16: [(16, 16, 128, 4, 4, 2, True), (16, 32, 128, 4, 4, 2, True), (16, 64, 128, 4, 4, 2, True), (16, 64, 128, 4, 4, 3)],
+    32: [(32, 32, 128, 4, 4, 2, True), (32, 64, 128, 4, 4, 3)],
     64: [(64, 64, 128, 4, 4, 2), (64, 64, 64, 1, 4, 5), (64, 128, 64, 1, 4, 4)],
     128: [(64, 64, 64, 1, 4, 5), (128, 64, 64, 1, 4, 4), (128, 128, 64, 1, 8, 4)],
     1 << 30: [(128, 128, 64, 1, 8, 3), (128, 128, 64, 1, 8, 4), (128, 128, 128, 1, 8, 3), (256, 128, 64, 1, 8, 4)],
 }
-TILES8: dict[int, list[tuple[int, ...]]] = {
-    8: [(8, 32, 128, 1, 4, 6), (8, 32, 256, 1, 4, 4), (8, 64, 128, 1, 4, 5)],
-    16: [(16, 32, 128, 1, 4, 6), (16, 32, 256, 1, 4, 4), (16, 64, 128, 1, 4, 5)],
-    32: [(32, 32, 128, 1, 4, 5), (32, 64, 128, 1, 4, 4)],
+TILES8: dict[int, list[tuple[Any, ...]]] = {
+    8: [(8, 16, 256, 1, 4, 3, True), (8, 16, 128, 1, 4, 4, True), (8, 32, 128, 1, 4, 3, True), (8, 64, 128, 1, 4, 5)],
+    16: [(16, 16, 128, 1, 4, 4, True), (16, 32, 128, 1, 4, 3, True), (16, 64, 128, 1, 4, 5)],
+    32: [(32, 32, 128, 1, 4, 3, True), (32, 64, 128, 1, 4, 4)],
     64: [(64, 64, 128, 1, 4, 4), (64, 128, 128, 1, 4, 3)],
     128: [(64, 64, 128, 1, 4, 4), (128, 128, 128, 1, 8, 3)],
     1 << 30: [(128, 128, 128, 1, 8, 3), (128, 128, 64, 1, 8, 4), (256, 128, 64, 1, 8, 4)],
@@ -140,7 +139,8 @@ def compile_ahead(kind: str, n: int, k: int, end: str) -> tuple[str, float]:
     from triton.backends.compiler import GPUTarget
 
     from engine.kernels import pdl
-    from engine.kernels.quantized import product as products
+    from engine.kernels.quantized.product import product
+    from engine.kernels.quantized.split import split_product
 
     class Driver:
         def get_current_device(self) -> int:
@@ -167,7 +167,8 @@ def compile_ahead(kind: str, n: int, k: int, end: str) -> tuple[str, float]:
                     x = torch.zeros(rows, k, dtype=torch.bfloat16)
                     residual = torch.zeros(rows, n, dtype=torch.bfloat16) if end == "residual" else None
                     try:
-                        products.product(x, weight, method, residual=residual, out=residual, gated=end == "gated")
+                        run_tile = split_product if method.split else product
+                        run_tile(x, weight, method, residual=residual, out=residual, gated=end == "gated")
                     except Exception as error:  # reported again when it is timed
                         print(f"compile {kind} {n}x{k} {method}: {str(error)[:300]}", flush=True)
     finally:
@@ -224,9 +225,11 @@ def check() -> int:
             norm = torch.rand(k, device=device).to(dtype) + 0.5
             for rows, method in (
                 (1, "gemv"),
-                (1, Tile(8, 32, 128, 4, 4, 4)),
+                (1, Tile(8, 16, 128, 4, 4, 2, True)),
+                (5, Tile(8, 32, 128, 4, 4, 2, True)),
                 (7, Tile(8, 64, 128, 4, 4, 3)),
-                (16, Tile(16, 32, 128, 4, 4, 4)),
+                (16, Tile(16, 32, 128, 4, 4, 2, True)),
+                (16, Tile(16, 64, 128, 4, 4, 3)),
                 (30, Tile(32, 64, 128, 4, 4, 2)),
                 (50, Tile(64, 64, 128, 4, 4, 2)),
                 (200, Tile(128, 128, 64, 1, 8, 3)),

@@ -48,12 +48,12 @@ def _dequantize_kernel(
     wait_for_previous(PDL)  # an earlier product may still read the scratch
     for field in tl.static_range(TOTAL):
         k = k0 + field * WIDTH
-        at = n // BLOCK_ROWS
+        at = n[:, None] // BLOCK_ROWS
         if GROUP > 0:
             at += tl.minimum(k // GROUP, (K - 1) // GROUP) * COLUMNS
-        packed = tl.load(scales + at, mask=n_ok, other=0)
-        offset = offset_of(packed, offsets, at, n_ok, DTYPE, SCALE, OFFSETS)
-        y = convert(w, 4 * field, offset, KIND, ASM).to(tl.float32) * scale_of(packed, SCALE)[:, None]
+        packed = tl.load(scales + at, mask=n_ok[:, None], other=0)
+        offset = offset_of(packed, offsets, at, n_ok[:, None], DTYPE, SCALE, OFFSETS)
+        y = convert(w, 4 * field, offset, KIND, ASM).to(tl.float32) * scale_of(packed, SCALE)
         out_at = n.to(tl.int64)[:, None] * K + (k + j)[None, :]
         tl.store(out + out_at, y.to(DTYPE), mask=n_ok[:, None] & (k + j < K)[None, :])
 

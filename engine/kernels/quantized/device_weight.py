@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.quantized.unpack import magic
-from engine.quantization.weight import FIXED_ZERO, Activations, Kind, QuantizedWeight
+from engine.quantization.weight import Activations, Kind, QuantizedWeight
 
 MAX_WIDTH = 128  # Largest number of columns between two 4-bit numbers of a word.
 FIELDS = 4  # 4-bit numbers in a word.
@@ -30,8 +30,8 @@ class DeviceWeight:
 
     kind: Kind
     numbers: Tensor  #: e4m3 or int8 [N, K]; int4: int16 [N, K / 4], K rounded up to a multiple of 4 * width.
-    #: float32 [G, N]; [G, ceil(N / 128)] with `block`. int4 with scales of 16 bits: int32 [G, N], the scale is the upper
-    #: half, the offset of the dtype `compute` is the lower half.
+    #: float32 [G, N]; [G, ceil(N / 128)] with `block`. int4 with zeros and scales of 16 bits: int32 [G, N], the scale is
+    #: the upper half, the offset in the dtype `compute` is the lower half.
     scales: Tensor
     scale_dtype: torch.dtype  #: dtype of a scale: float32, or float16 or bfloat16 if packed with an offset.
     offsets: Tensor | None  #: [G, N] in the dtype `compute`, the summand of a number (see unpack.py). None: constant.
@@ -69,12 +69,9 @@ def prepare(weight: QuantizedWeight, compute: torch.dtype) -> DeviceWeight:
     if weight.zeros is not None:
         offsets = -(weight.zeros.t().float() + (magic(compute) if weight.kind == "int4" else 0))
         offsets = offsets.to(compute).contiguous()
-    if weight.kind == "int4" and (exact := _exact_half(scales)) and compute != torch.float32:
-        if offsets is None:
-            offsets = torch.full_like(scales, -(FIXED_ZERO + magic(compute)), dtype=compute)
-        upper = scales.to(exact).view(torch.int16).int() << 16
-        scales, scale_dtype = upper | (offsets.view(torch.int16).int() & 0xFFFF), exact
-        offsets = None
+    if weight.kind == "int4" and offsets is not None and compute != torch.float32 and (exact := _exact_half(scales)):
+        scales = scales.to(exact).view(torch.int16).int() << 16 | (offsets.view(torch.int16).int() & 0xFFFF)
+        scale_dtype, offsets = exact, None
     return DeviceWeight(
         weight.kind,
         numbers,

@@ -12,6 +12,7 @@ from engine.kernels.quantized.dequantize import dequantize
 from engine.kernels.quantized.device_weight import DeviceWeight
 from engine.kernels.quantized.gemv import gemv
 from engine.kernels.quantized.product import Tile, product
+from engine.kernels.quantized.split import can_split, split_product
 from engine.kernels.quantized.wide import wide_product
 from engine.quantization.weight import BLOCK
 
@@ -54,6 +55,8 @@ def quantized_linear(
         tile = method if isinstance(method, Tile) else choose(weight, len(x) + 1)
         assert isinstance(tile, Tile)
         if gated == halves:
+            if tile.split and can_split(weight, tile):
+                return split_product(x, weight, tile, bias=bias, residual=residual, gated=gated, out=out)
             return product(x, weight, tile, bias=bias, residual=residual, gated=gated, out=out)
         y = product(x, weight, tile)
     return _finish(y, bias, residual, gated, out)

@@ -26,7 +26,10 @@ LINE, LINES = tl.constexpr(128), tl.constexpr(4)  # Bytes that one prefetch brin
 
 
 class Tile(NamedTuple):
-    """Sizes of a program: rows, outputs and words per step, fields of a word per step, warps, pipeline stages."""
+    """Sizes of a program: rows, outputs and words per step, fields of a word per step, warps, pipeline stages.
+
+    split: the warps have parts of K (split.py); `fields` has no meaning then.
+    """
 
     rows: int
     outputs: int
@@ -34,12 +37,13 @@ class Tile(NamedTuple):
     fields: int
     warps: int
     stages: int
+    split: bool = False
 
 
 @triton.jit
-def _prefetch(weight, n, ok, ROW_BYTES: tl.constexpr):
-    """Brings the first LINES lines of the rows n of the weight to the L2 cache."""
-    if ROW_BYTES >= LINE * LINES:
+def prefetch(weight, n, ok, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):
+    """Brings the first LINES lines of the rows n of the weight to the L2 cache, before the kernel waits for x."""
+    if PDL and ROW_BYTES >= LINE * LINES:
         first = weight.to(tl.int64)
         start = tl.where(ok, first + n.to(tl.int64) * ROW_BYTES, first)[:, None] + tl.arange(0, LINES)[None, :] * LINE
         tl.inline_asm_elementwise(
@@ -60,13 +64,45 @@ def scale_of(packed, SCALE: tl.constexpr):
 
 @triton.jit
 def offset_of(packed, offsets, at, ok, DTYPE: tl.constexpr, SCALE: tl.constexpr, OFFSETS: tl.constexpr):
-    """Returns the offsets [BN, 1] of a group in DTYPE: of the lower half of `packed`, of a tensor, or a constant."""
+    """Returns the offsets of a group in DTYPE, from the lower half of `packed`, from a tensor, or a constant."""
     if SCALE != tl.float32:
-        return packed.to(tl.int16).to(DTYPE, bitcast=True)[:, None]
+        return packed.to(tl.int16).to(DTYPE, bitcast=True)
     elif OFFSETS == 1:
-        return tl.load(offsets + at, mask=ok, other=0.0)[:, None]
+        return tl.load(offsets + at, mask=ok, other=0.0)
     else:
         return tl.full([1, 1], OFFSETS, DTYPE)
+
+
+@triton.jit
+def accumulate(
+    acc,
+    w,
+    v,
+    scales,
+    offsets,
+    at,
+    ok,
+    shift,
+    KIND: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Adds the product of one field of the words w [.., BN, BK] and v [.., BK, BM] to acc [.., BN, BM].
+
+    Args:
+        at: places [.., BN, 1] of the scales. ok: which of them exist.
+    """
+    if GROUP > 0 or SCALE != tl.float32:
+        packed = tl.load(scales + at, mask=ok, other=0)
+    else:
+        packed = 0.0
+    number = convert(w, shift, offset_of(packed, offsets, at, ok, v.dtype, SCALE, OFFSETS), KIND, ASM)
+    if GROUP > 0:
+        return acc + tl.dot(number, v, input_precision="ieee", out_dtype=tl.float32) * scale_of(packed, SCALE)
+    else:
+        return tl.dot(number, v, acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -109,14 +145,12 @@ def _product_kernel(
     n = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
     j = tl.arange(0, BK)
     m_ok, n_ok = m < rows, n < N
-    DTYPE: tl.constexpr = x.dtype.element_ty
     src = numbers + n.to(tl.int64)[:, None] * ROW + j[None, :]
-    if PDL:
-        _prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8)
-        if GATED:
-            _prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8)
+    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+    if GATED:
+        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
     wait_for_previous(PDL)
-    x_src = x + m.to(tl.int64)[None, :] * x_row + j[:, None]
+    x_src = x + m[None, :].to(tl.int64) * x_row + j[:, None]
     even_n: tl.constexpr = N % BN == 0
     even_w: tl.constexpr = ROW % BK == 0 and even_n
     even_k: tl.constexpr = K == ROW * TOTAL and ROW % BK == 0
@@ -127,12 +161,13 @@ def _product_kernel(
         if TOTAL == 1:
             column, k0, shift = step * BK, step * BK, 0
         elif FIELDS == 1:
-            start = step * BK
-            column = start // (TOTAL * WIDTH) * WIDTH + start % WIDTH
-            k0, shift = start, start // WIDTH % TOTAL * 4
+            k0 = step * BK
+            column = tl.multiple_of(k0 // (TOTAL * WIDTH) * WIDTH + k0 % WIDTH, BK)
+            shift = k0 // WIDTH % TOTAL * 4
         else:
             column = step * BK
-            k0, shift = column // WIDTH * (WIDTH * TOTAL) + column % WIDTH, 0
+            k0 = tl.multiple_of(column // WIDTH * (WIDTH * TOTAL) + column % WIDTH, BK)
+            shift = 0
         w_ok = n_ok[:, None] & (column + j < ROW)[None, :]
         w = tl.load(src + column, mask=None if even_w else w_ok, other=None if even_w else 0)
         if GATED:
@@ -141,30 +176,17 @@ def _product_kernel(
             k = k0 + field * WIDTH
             x_ok = m_ok[None, :] if even_k else m_ok[None, :] & (k + j < K)[:, None]
             v = tl.load(x_src + k, mask=x_ok, other=0.0)
+            at = n[:, None] // BLOCK_ROWS
             if GROUP > 0:
-                at = tl.minimum(k // GROUP, (K - 1) // GROUP) * COLUMNS + n // BLOCK_ROWS
-                packed = tl.load(scales + at, mask=None if even_n else n_ok, other=None if even_n else 0)
-                offset = offset_of(packed, offsets, at, n_ok, DTYPE, SCALE, OFFSETS)
-                part = tl.dot(
-                    convert(w, shift + 4 * field, offset, KIND, ASM), v, input_precision="ieee", out_dtype=tl.float32
+                at += tl.minimum(k // GROUP, (K - 1) // GROUP) * COLUMNS
+            acc = accumulate(
+                acc, w, v, scales, offsets, at, n_ok[:, None], shift + 4 * field, KIND, SCALE, OFFSETS, GROUP, ASM
+            )
+            if GATED:
+                at += N // BLOCK_ROWS
+                acc_up = accumulate(
+                    acc_up, u, v, scales, offsets, at, n_ok[:, None], shift + 4 * field, KIND, SCALE, OFFSETS, GROUP, ASM
                 )
-                acc += part * scale_of(packed, SCALE)[:, None]
-                if GATED:
-                    at += N // BLOCK_ROWS
-                    packed = tl.load(scales + at, mask=None if even_n else n_ok, other=None if even_n else 0)
-                    offset = offset_of(packed, offsets, at, n_ok, DTYPE, SCALE, OFFSETS)
-                    part = tl.dot(
-                        convert(u, shift + 4 * field, offset, KIND, ASM), v, input_precision="ieee", out_dtype=tl.float32
-                    )
-                    acc_up += part * scale_of(packed, SCALE)[:, None]
-            else:
-                packed = tl.load(scales + n, mask=n_ok, other=0)
-                offset = offset_of(packed, offsets, n, n_ok, DTYPE, SCALE, OFFSETS)
-                acc = tl.dot(convert(w, shift + 4 * field, offset, KIND, ASM), v, acc, input_precision="ieee")
-                if GATED:
-                    packed = tl.load(scales + N + n, mask=n_ok, other=0)
-                    offset = offset_of(packed, offsets, N + n, n_ok, DTYPE, SCALE, OFFSETS)
-                    acc_up = tl.dot(convert(u, shift + 4 * field, offset, KIND, ASM), v, acc_up, input_precision="ieee")
     if GROUP == 0:
         acc *= scale_of(tl.load(scales + n, mask=n_ok, other=0), SCALE)[:, None]
         if GATED:
