@@ -74,10 +74,7 @@ def _split_kernel(
     m3, m3_ok = m[None, None, :], m_ok[None, None, :]
     word = first + tl.arange(0, BK)[None, None, :]  # [S, 1, BK]
     src = numbers + n3.to(tl.int64) * ROW + word
-    if TOTAL > 1:
-        start = tl.multiple_of(first // WIDTH * (WIDTH * TOTAL) + first % WIDTH, [BK, 1, 1])
-    else:
-        start = first
+    start = first * TOTAL  # a step has whole blocks of fields, so the columns are in order
     column = start + tl.arange(0, BK)[None, :, None]  # [S, BK, 1]
     x_src = x + m3 * x_row + column
     acc = tl.zeros([SPLIT, BN, BM], tl.float32)
