@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.quantization.at_load import quantize
 from engine.quantization.scheme import Scheme
 from engine.quantization.weight import BLOCK, QuantizedWeight, pack_nibbles
 
@@ -61,6 +62,7 @@ class LayerReader:
             "gptq": self._gptq,
             "packed": self._packed,
             "plain": self._plain,
+            "load": self._load,
         }
         return readers[self.scheme.layout]()
 
@@ -113,6 +115,9 @@ class LayerReader:
             return octets
         return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
+    def _load(self) -> QuantizedWeight:
+        return quantize(self.tensor("weight", ((self.outputs, self.inputs),), _FLOATS), self.scheme)
+
     def _awq(self) -> QuantizedWeight:
         outputs, inputs, size = self.outputs, self.inputs, self._group
         words, order = self._whole_words(outputs, "outputs"), torch.tensor(_AWQ_ORDER)
@@ -121,9 +126,7 @@ class LayerReader:
         packed = self.tensor("qweight", ((inputs, words),), _WORDS)
         numbers = self._unpack(packed).t()[order.to(packed.device)]
         scales = self._scales("scales", (inputs // size, outputs)).t().contiguous()
-        zeros = None
-        if not self.scheme.symmetric:
-            zeros = self._unpack(self.tensor("qzeros", ((inputs // size, words),), _WORDS)).t()[order.to(packed.device)]
+        zeros = self._unpack(self.tensor("qzeros", ((inputs // size, words),), _WORDS)).t()[order.to(packed.device)]
         return self._integers(numbers, scales, zeros, None)
 
     def _gptq(self) -> QuantizedWeight:

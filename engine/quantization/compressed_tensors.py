@@ -82,7 +82,7 @@ def _extent(weights: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     if given == "block":
         weights.require("block_structure", ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"))
     if given == "group":
-        return {"extent": given, "group_size": weights.integer("group_size", least=1)}
+        return {"extent": given, "group_size": weights.group("group_size")}
     return {"extent": given}
 
 

@@ -12,6 +12,7 @@ from common.errors import ConfigError
 #: repetitions, are bounded, and no group is repeated.
 _MAX_PATTERN = 256
 _MAX_REPEATS = 6
+_MAX_GROUP = 1 << 20
 _REPEAT = re.compile(r"(?<!\\)[*+{]")
 _REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
 
@@ -52,11 +53,11 @@ class Fields:
             raise self.refused(f"{key} is {value!r}, true or false is needed")
         return value
 
-    def integer(self, key: str, *, least: int) -> int:
-        """Returns a field that is an integer, at least `least` and at most 2**20."""
+    def group(self, key: str) -> int:
+        """Returns a field that is the size of a group: a multiple of 16."""
         value = self.raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 1 << 20:
-            raise self.refused(f"{key} is {value!r}, an integer from {least} is needed")
+        if not isinstance(value, int) or isinstance(value, bool) or not 16 <= value <= _MAX_GROUP or value % 16:
+            raise self.refused(f"{key} is {value!r}, a multiple of 16 is supported")
         return value
 
     def names(self, key: str) -> list[str]:

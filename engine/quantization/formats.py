@@ -101,8 +101,8 @@ def _awq(fields: Fields) -> tuple[Rule, ...]:
     bits = "bits" if "bits" in fields.raw else "w_bit"
     group = "group_size" if "group_size" in fields.raw else "q_group_size"
     fields.require(bits, (4,))
-    zeros = fields.flag("zero_point", True)
-    scheme = Scheme(layout="awq", kind="int4", **_groups(fields, group), symmetric=not zeros)
+    fields.require("zero_point", (None, True))
+    scheme = Scheme(layout="awq", kind="int4", **_groups(fields, group), symmetric=False)
     return (_HEAD, *_skip(fields.names("modules_to_not_convert")), Rule(_LAYERS, scheme))
 
 
@@ -140,8 +140,7 @@ def _gptq_scheme(fields: Fields) -> Scheme:
 
 def _groups(fields: Fields, key: str) -> dict[str, Any]:
     """Returns extent and group_size; -1 is one scale per output."""
-    size = fields.integer(key, least=-1)
-    return {"extent": "channel"} if size == -1 else {"extent": "group", "group_size": fields.integer(key, least=1)}
+    return {"extent": "channel"} if fields.raw.get(key) == -1 else {"extent": "group", "group_size": fields.group(key)}
 
 
 def _skip(names: list[str]) -> list[Rule]:

@@ -1,4 +1,4 @@
-"""Quantises the inputs of a layer as its checkpoint says, in float32: the reference of the kernels, and what a CPU does."""
+"""Quantises the inputs of a layer as its checkpoint says, in float32: for a CPU, and as the reference of kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InputRounding:
         wide, width = x.float(), x.shape[-1]
         largest = LARGEST[self.kind]
         if self.activations == "group":
-            wide = F.pad(wide, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))
+            wide = F.pad(wide, (0, -width % BLOCK)).view(len(x), -1, BLOCK)
         scale = self.scale
         if scale is None:
             scale = (wide.abs().amax(dim=-1, keepdim=True) / largest).clamp_(min=_TINY)
