@@ -23,9 +23,10 @@ BLOCK_K = 2048  # Largest number of columns in a tile.
 @triton.jit
 def _to_float32(tile, NATIVE: tl.constexpr):
     """Converts int8 or e4m3 to float32. Without NATIVE, e4m3 are bytes."""
-    if NATIVE or tile.dtype == tl.int8:
+    if NATIVE:
         return tile.to(tl.float32)
-    return e4m3(tile)
+    else:
+        return e4m3(tile)
 
 
 @triton.jit
