@@ -22,7 +22,7 @@ from engine.quantization.weight import QuantizedWeight, pack_nibbles
 from tests.rigs.engine.paged import error
 
 EPS = 1e-5
-FEW, MANY, SPLIT = Tile(8, 16, 128, 4, 4, 2), Tile(16, 32, 32, 1, 4, 2), Tile(8, 16, 16, 4, 2, 2, True)
+FEW, MANY, SPLIT = Tile(8, 64, 128, 4, 4, 2), Tile(16, 64, 32, 1, 4, 2), Tile(8, 64, 16, 4, 2, 2, True)
 #: Name: kind, outputs, inputs, group (0: per output, -1: blocks of 128 x 128), whether it has zeros, and an order.
 FORMS: dict[str, tuple[Any, int, int, int, bool, bool]] = {
     "int4-group-32": ("int4", 38, 256, 32, False, False),
@@ -42,6 +42,7 @@ def random_weight(name: str, gen: torch.Generator, device: torch.device) -> Quan
     kind, n, k, group, zeros, ordered = FORMS[name]
     groups = -(-k // (128 if group < 0 else group)) if group else 1
     scales = torch.rand(-(-n // 128) if group < 0 else n, groups, generator=gen, device=device).half().float() + 0.5
+    scales *= 1.0 if kind == "fp8" else 2.0**-6  # exact in 16 bits, and no result exceeds float16
     if kind == "fp8":
         numbers = torch.randn(n, k, generator=gen, device=device).to(torch.float8_e4m3fn)
         numbers.view(torch.uint8)[0, :4] = torch.tensor([1, 0x87, 0x7E, 0xFE], device=device)  # subnormal, largest
