@@ -18,23 +18,24 @@ Table = tuple[tuple[int, Method], ...]
 
 ANY = 1 << 30
 INT4: Table = (
-    (8, Tile(8, 16, 128, 4, 4, 2, True)),
-    (16, Tile(16, 32, 128, 4, 4, 2, True)),
-    (32, Tile(32, 64, 128, 4, 4, 3)),
-    (64, Tile(64, 64, 128, 4, 4, 2)),
-    (1024, Tile(128, 128, 64, 1, 8, 3)),
+    (8, Tile(8, 16, 128, 4, 2, True)),
+    (16, Tile(16, 32, 128, 4, 2, True)),
+    (32, Tile(32, 64, 128, 4, 3)),
+    (64, Tile(64, 64, 64, 4, 3)),
+    (128, Tile(128, 64, 32, 4, 3, scaled=True)),
+    (1024, Tile(128, 128, 32, 8, 2, scaled=True)),
     (ANY, "scratch"),
 )
 BYTES: Table = (
     (1, "gemv"),
-    (8, Tile(8, 16, 256, 1, 4, 3, True)),
-    (16, Tile(16, 32, 128, 1, 4, 3, True)),
-    (32, Tile(32, 64, 128, 1, 4, 4)),
-    (64, Tile(64, 64, 128, 1, 4, 4)),
-    (128, Tile(128, 128, 128, 1, 8, 3)),
+    (8, Tile(8, 16, 128, 4, 4, True)),
+    (16, Tile(16, 32, 128, 4, 3, True)),
+    (32, Tile(32, 64, 128, 4, 4)),
+    (64, Tile(64, 64, 128, 4, 4)),
+    (128, Tile(128, 128, 128, 8, 3)),
     (ANY, "wide"),
 )
-BYTES_ONLY: Table = (*BYTES[:-1], (1024, Tile(128, 128, 128, 1, 8, 3)), (ANY, "scratch"))  # inputs are not quantised
+BYTES_ONLY: Table = (*BYTES[:-1], (1024, Tile(128, 128, 128, 8, 3)), (ANY, "scratch"))  # inputs are not quantised
 
 
 def choose(weight: DeviceWeight, rows: int) -> Method:

@@ -23,7 +23,8 @@ def _dequantize_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     ROW: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SCALE_G: tl.constexpr,
+    SCALE_N: tl.constexpr,
     KIND: tl.constexpr,
     SCALE: tl.constexpr,
     OFFSETS: tl.constexpr,
@@ -48,9 +49,9 @@ def _dequantize_kernel(
     wait_for_previous(PDL)  # an earlier product may still read the scratch
     for field in tl.static_range(TOTAL):
         k = k0 + field * WIDTH
-        at = n[:, None] // BLOCK_ROWS
+        at = n[:, None] // BLOCK_ROWS * SCALE_N
         if GROUP > 0:
-            at += tl.minimum(k // GROUP, (K - 1) // GROUP) * COLUMNS
+            at += tl.minimum(k // GROUP, (K - 1) // GROUP) * SCALE_G
         packed = tl.load(scales + at, mask=n_ok[:, None], other=0)
         offset = offset_of(packed, offsets, at, n_ok[:, None], DTYPE, SCALE, OFFSETS)
         y = convert(w, 4 * field, offset, KIND, ASM).to(tl.float32) * scale_of(packed, SCALE)
@@ -68,7 +69,8 @@ def dequantize(weight: DeviceWeight, out: Tensor | None = None) -> Tensor:
     numbers = weight.numbers if weight.kind == "int4" else weight.numbers.view(torch.uint8)
     bk = weight.width
     constant = -(FIXED_ZERO + magic(weight.compute)) if weight.kind == "int4" else 0
-    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "COLUMNS": weight.scales.shape[1], "KIND": weight.kind}
+    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
+    sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
     sizes |= {"SCALE": TRITON_DTYPES[weight.scale_dtype], "OFFSETS": constant if weight.offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BN": 32, "BK": bk, "TOTAL": total, "ASM": has_assembly(weight.compute), **pdl_args(out.device)}

@@ -30,7 +30,7 @@ class DeviceWeight:
 
     kind: Kind
     numbers: Tensor  #: e4m3 or int8 [N, K]; int4: int16 [N, K / 4], K rounded up to a multiple of 4 * width.
-    #: float32 [G, N]; [G, ceil(N / 128)] with `block`. int4 with zeros and scales of 16 bits: int32 [G, N], the scale is
+    #: float32 [G, N]; [G, ceil(N / 128)] with `block`, where G is contiguous, as cuBLAS reads it. int4 with zeros and scales of 16 bits: int32 [G, N], the scale is
     #: the upper half, the offset in the dtype `compute` is the lower half.
     scales: Tensor
     scale_dtype: torch.dtype  #: dtype of a scale: float32, or float16 or bfloat16 if packed with an offset.
@@ -64,7 +64,9 @@ def prepare(weight: QuantizedWeight, compute: torch.dtype) -> DeviceWeight:
     if weight.kind == "int4":
         width = width if group else min(width, max(16, columns & -columns))
         numbers = _words(weight.unpacked(), width)
-    scales, scale_dtype = weight.scales.t().contiguous(), torch.float32
+    scales, scale_dtype = weight.scales.t(), torch.float32
+    if not weight.block:
+        scales = scales.contiguous()
     offsets = None
     if weight.zeros is not None:
         offsets = -(weight.zeros.t().float() + (magic(compute) if weight.kind == "int4" else 0))

@@ -41,7 +41,7 @@ def _gemv_kernel(
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
-    COLUMNS: tl.constexpr,  # columns of block scales [K / 128, N / 128]; 0: a scale for each output
+    SCALE_N: tl.constexpr,  # stride of blocks of outputs, if a scale covers 128 x 128; 0: a scale for each output
     ROWS: tl.constexpr,
     BK: tl.constexpr,
     NORM: tl.constexpr,
@@ -60,7 +60,7 @@ def _gemv_kernel(
     w = load_tile(src, row_ok[:, None], k[None, :], 0, K, even)
     if GATED:
         up = load_tile(src + N * K, row_ok[:, None], k[None, :], 0, K, even)
-    if COLUMNS == 0:
+    if SCALE_N == 0:
         scale = tl.load(scales + rows, mask=row_ok, other=0.0)
         if GATED:
             scale_up = tl.load(scales + N + rows, mask=row_ok, other=0.0)
@@ -77,10 +77,10 @@ def _gemv_kernel(
             square += v * v
             v *= tl.load(norm + start + k, mask=ok, other=0.0).to(tl.float32)
         v_up = v
-        if COLUMNS > 0:  # the rows of a program lie in one block, so the scales depend on the column alone
-            at = scales + (start + k) // 128 * COLUMNS + first // 128
+        if SCALE_N > 0:  # the rows of a program lie in one block, so the scales depend on the column alone
+            at = scales + (start + k) // 128 + first // 128 * SCALE_N
             if GATED:
-                v_up = v * tl.load(at + N // 128, mask=ok, other=0.0)
+                v_up = v * tl.load(at + N // 128 * SCALE_N, mask=ok, other=0.0)
             v = v * tl.load(at, mask=ok, other=0.0)
         acc += _to_float32(w, NATIVE) * v[None, :]
         if GATED:
@@ -90,7 +90,7 @@ def _gemv_kernel(
             if GATED:
                 up = load_tile(src + N * K, row_ok[:, None], k[None, :], start + BK, K, False)
     y = tl.sum(acc, 1)
-    if COLUMNS == 0:
+    if SCALE_N == 0:
         y *= scale
     if NORM:
         rstd = tl.rsqrt(tl.sum(square, 0) / K + eps)
@@ -99,7 +99,7 @@ def _gemv_kernel(
         y += tl.load(bias + rows, mask=row_ok, other=0.0).to(tl.float32)
     if GATED:
         u = tl.sum(acc_up, 1)
-        if COLUMNS == 0:
+        if SCALE_N == 0:
             u *= scale_up
         if NORM:
             u *= rstd
@@ -144,7 +144,7 @@ def gemv(
     native = weight.kind == "int8" or not triton.knobs.runtime.interpret
     numbers = weight.numbers if native else weight.numbers.view(torch.uint8)
     optional = out if bias is None else bias, x if norm is None else norm, x if residual is None else residual
-    sizes = {"N": n, "K": k, "COLUMNS": weight.scales.shape[1] if weight.block else 0, "ROWS": rows}
+    sizes = {"N": n, "K": k, "SCALE_N": weight.scales.stride(1) if weight.block else 0, "ROWS": rows}
     sizes |= {"BK": min(columns, triton.next_power_of_2(k)), "NORM": norm is not None, "BIAS": bias is not None}
     sizes |= {"ADD": residual is not None, "GATED": gated, "NATIVE": native, **pdl_args(x.device)}
     _gemv_kernel[(triton.cdiv(n, rows),)](

@@ -2,10 +2,10 @@
 
 A program computes BN outputs of BM rows over all K. The weight is the first operand of the tensor cores: its numbers go
 from shared memory to registers, are converted there and never stored again. Conversions are exact and the scale of a
-group multiplies the float32 sum of the group, so the only rounding is that of the result.
+group multiplies the float32 sum of the group, so the only rounding is that of the result (but see `Tile.scaled`).
 
-A step of the loop converts either all fields of a tile of words, each for its own columns of x (few rows: the weights
-are read once), or one field (many rows: the words are read from the L2 cache again, and a tile of x is small).
+A step of the loop converts all fields of a tile of words, each for its own columns of x. The shift of a field is a
+constant, because Triton converts a tile in registers only if no operand of the conversion varies with the step.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from torch import Tensor
 
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.quantized.device_weight import FIELDS, DeviceWeight
-from engine.kernels.quantized.unpack import convert, has_assembly, magic
+from engine.kernels.quantized.unpack import convert, convert_scaled, has_assembly, magic
 from engine.quantization.weight import BLOCK, FIXED_ZERO
 
 LINE, LINES = tl.constexpr(128), tl.constexpr(4)  # Bytes that one prefetch brings to the L2 cache; prefetches of a row.
 
 
 class Tile(NamedTuple):
-    """Sizes of a program: rows, outputs and words per step, fields of a word per step, warps, pipeline stages.
+    """Sizes of a program: rows, outputs and words per step, warps, pipeline stages.
 
-    split: the warps have parts of K (split.py); `fields` has no meaning then.
+    split: the warps have parts of K, see split.py.
+    scaled: the scales of groups multiply 4-bit numbers, which costs one rounding of each weight, not their sums.
     """
 
     rows: int
     outputs: int
     words: int
-    fields: int
     warps: int
     stages: int
     split: bool = False
+    scaled: bool = False
 
 
 @triton.jit
@@ -87,6 +88,7 @@ def accumulate(
     SCALE: tl.constexpr,
     OFFSETS: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Adds the product of one field of the words w [.., BN, BK] and v [.., BK, BM] to acc [.., BN, BM].
@@ -98,7 +100,10 @@ def accumulate(
         packed = tl.load(scales + at, mask=ok, other=0)
     else:
         packed = 0.0
-    number = convert(w, shift, offset_of(packed, offsets, at, ok, v.dtype, SCALE, OFFSETS), KIND, ASM)
+    offset = offset_of(packed, offsets, at, ok, v.dtype, SCALE, OFFSETS)
+    if SCALED:
+        return tl.dot(convert_scaled(w, shift, offset, scale_of(packed, SCALE), ASM), v, acc, input_precision="ieee")
+    number = convert(w, shift, offset, KIND, ASM)
     if GROUP > 0:
         return acc + tl.dot(number, v, input_precision="ieee", out_dtype=tl.float32) * scale_of(packed, SCALE)
     else:
@@ -121,7 +126,8 @@ def _product_kernel(
     N: tl.constexpr,  # outputs; of gate alone if GATED
     K: tl.constexpr,
     ROW: tl.constexpr,  # words per row of numbers
-    COLUMNS: tl.constexpr,  # columns of scales
+    SCALE_G: tl.constexpr,  # strides of scales: of a group, of an output or block of outputs
+    SCALE_N: tl.constexpr,
     KIND: tl.constexpr,
     SCALE: tl.constexpr,
     OFFSETS: tl.constexpr,  # 1: a tensor; else the constant offset
@@ -132,7 +138,7 @@ def _product_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     TOTAL: tl.constexpr,  # fields of a word
-    FIELDS: tl.constexpr,  # fields of a step: TOTAL or 1
+    SCALED: tl.constexpr,  # scales multiply the numbers, not the sums of their groups
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
@@ -156,36 +162,30 @@ def _product_kernel(
     even_k: tl.constexpr = K == ROW * TOTAL and ROW % BK == 0
     acc = tl.zeros([BN, BM], tl.float32)
     acc_up = tl.zeros([BN, BM], tl.float32)
-    steps: tl.constexpr = (ROW + BK - 1) // BK * (TOTAL // FIELDS)
+    steps: tl.constexpr = (ROW + BK - 1) // BK
     for step in tl.range(0, steps, num_stages=STAGES):
-        if TOTAL == 1:
-            column, k0, shift = step * BK, step * BK, 0
-        elif FIELDS == 1:
-            k0 = step * BK
-            column = tl.multiple_of(k0 // (TOTAL * WIDTH) * WIDTH + k0 % WIDTH, BK)
-            shift = k0 // WIDTH % TOTAL * 4
-        else:
-            column = step * BK
+        column = step * BK
+        k0 = column
+        if TOTAL > 1:
             k0 = tl.multiple_of(column // WIDTH * (WIDTH * TOTAL) + column % WIDTH, BK)
-            shift = 0
         w_ok = n_ok[:, None] & (column + j < ROW)[None, :]
         w = tl.load(src + column, mask=None if even_w else w_ok, other=None if even_w else 0)
         if GATED:
             u = tl.load(src + N * ROW + column, mask=None if even_w else w_ok, other=None if even_w else 0)
-        for field in tl.static_range(FIELDS):
+        for field in tl.static_range(TOTAL):
             k = k0 + field * WIDTH
             x_ok = m_ok[None, :] if even_k else m_ok[None, :] & (k + j < K)[:, None]
             v = tl.load(x_src + k, mask=x_ok, other=0.0)
-            at = n[:, None] // BLOCK_ROWS
+            at = n[:, None] // BLOCK_ROWS * SCALE_N
             if GROUP > 0:
-                at += tl.minimum(k // GROUP, (K - 1) // GROUP) * COLUMNS
+                at += tl.minimum(k // GROUP, (K - 1) // GROUP) * SCALE_G
             acc = accumulate(
-                acc, w, v, scales, offsets, at, n_ok[:, None], shift + 4 * field, KIND, SCALE, OFFSETS, GROUP, ASM
+                acc, w, v, scales, offsets, at, n_ok[:, None], 4 * field, KIND, SCALE, OFFSETS, GROUP, SCALED, ASM
             )
             if GATED:
-                at += N // BLOCK_ROWS
+                at += N // BLOCK_ROWS * SCALE_N
                 acc_up = accumulate(
-                    acc_up, u, v, scales, offsets, at, n_ok[:, None], shift + 4 * field, KIND, SCALE, OFFSETS, GROUP, ASM
+                    acc_up, u, v, scales, offsets, at, n_ok[:, None], 4 * field, KIND, SCALE, OFFSETS, GROUP, SCALED, ASM
                 )
     if GROUP == 0:
         acc *= scale_of(tl.load(scales + n, mask=n_ok, other=0), SCALE)[:, None]
@@ -235,10 +235,12 @@ def product(
     offsets, addend = weight.offsets, x if residual is None else residual
     constant = -(FIXED_ZERO + magic(x.dtype)) if weight.kind == "int4" else 0
     words = min(tile.words, weight.width) if weight.group or total > 1 else tile.words
-    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "COLUMNS": weight.scales.shape[1], "KIND": weight.kind}
+    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
+    sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
     sizes |= {"SCALE": TRITON_DTYPES[weight.scale_dtype], "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
-    sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": words, "TOTAL": total, "FIELDS": min(tile.fields, total)}
+    sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": words, "TOTAL": total}
+    sizes |= {"SCALED": tile.scaled and weight.group > 0 and total > 1}
     sizes |= {"STAGES": tile.stages, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
     sizes |= {"ASM": has_assembly(x.dtype), **pdl_args(x.device)}
     optional = weight.scales if offsets is None else offsets, weight.scales if bias is None else bias, addend

@@ -40,7 +40,8 @@ def _split_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     ROW: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SCALE_G: tl.constexpr,
+    SCALE_N: tl.constexpr,
     KIND: tl.constexpr,
     SCALE: tl.constexpr,
     OFFSETS: tl.constexpr,
@@ -87,13 +88,13 @@ def _split_kernel(
         for field in tl.static_range(TOTAL):
             k = step * (BK * TOTAL) + field * WIDTH
             v = tl.load(x_src + k, mask=m3_ok if even_k else m3_ok & (column + k < K), other=0.0)
-            at = n3 // BLOCK_ROWS + first * 0
+            at = n3 // BLOCK_ROWS * SCALE_N + first * 0
             if GROUP > 0:
-                at += tl.minimum((start + k) // GROUP, (K - 1) // GROUP) * COLUMNS
-            acc = accumulate(acc, w, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, ASM)
+                at += tl.minimum((start + k) // GROUP, (K - 1) // GROUP) * SCALE_G
+            acc = accumulate(acc, w, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, ASM)
             if GATED:
-                at += N // BLOCK_ROWS
-                acc_up = accumulate(acc_up, u, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, ASM)
+                at += N // BLOCK_ROWS * SCALE_N
+                acc_up = accumulate(acc_up, u, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, ASM)
     y = tl.sum(acc, 0)
     u = tl.sum(acc_up, 0)
     if GROUP == 0:
@@ -144,7 +145,8 @@ def split_product(
     numbers = weight.numbers if weight.kind == "int4" else weight.numbers.view(torch.uint8)
     offsets, addend = weight.offsets, x if residual is None else residual
     constant = -(FIXED_ZERO + magic(x.dtype)) if weight.kind == "int4" else 0
-    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "COLUMNS": weight.scales.shape[1], "KIND": weight.kind}
+    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
+    sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
     sizes |= {"SCALE": TRITON_DTYPES[weight.scale_dtype], "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": tile.words, "TOTAL": total, "SPLIT": tile.warps}

@@ -65,6 +65,47 @@ def _int4(words, shift, offset):
 
 
 @triton.jit
+def _scaled_int4(words, shift, offset, high, low):
+    """Converts as `_int4`, then multiplies by the scale high + low with one rounding."""
+    if offset.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u, one, zero;
+            mov.b32 one, 0x3C003C00;
+            mov.b32 zero, 0x80008000;
+            shr.b32 t, $1, $2;
+            lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA;
+            fma.rn.f16x2 t, t, one, $4;
+            fma.rn.f16x2 u, t, $6, zero;
+            fma.rn.f16x2 $0, t, $5, u;
+            }""",
+            "=r,r,r,r,r,r,r",
+            [words, shift, offset, high, low],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u, one, zero;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 zero, 0x80008000;
+            shr.b32 t, $1, $2;
+            lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 t, t, one, $4;
+            fma.rn.bf16x2 u, t, $6, zero;
+            fma.rn.bf16x2 $0, t, $5, u;
+            }""",
+            "=r,r,r,r,r,r,r",
+            [words, shift, offset, high, low],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
 def _int8(numbers, offset):
     """Converts int8 to the dtype of `offset` and adds `offset`."""
     if offset.dtype == tl.float16:
@@ -196,3 +237,14 @@ def convert(tile, shift, offset, KIND: tl.constexpr, ASM: tl.constexpr):
         else:
             number = e4m3(tile)
         return number.to(offset.dtype)
+
+
+@triton.jit
+def convert_scaled(words, shift, offset, scale, ASM: tl.constexpr):
+    """Converts int4 as `convert` and multiplies by the float32 scale, which is broadcastable to the tile."""
+    if ASM:
+        high = scale.to(offset.dtype)
+        low = (scale - high.to(tl.float32)).to(offset.dtype)
+        return _scaled_int4(words, shift, offset, high, low)
+    else:
+        return (convert(words, shift, offset, "int4", ASM).to(tl.float32) * scale).to(offset.dtype)

@@ -31,7 +31,7 @@ def has_wide_product(weight: DeviceWeight) -> bool:
         return weight.activations in ("token", "static") and supports_fp8(weight.numbers.device)
     if weight.activations != "group" or not weight.block:
         return False
-    return weight.inputs % BLOCK == 0 and supports_blocks(weight.numbers.device)
+    return weight.inputs % (4 * BLOCK) == 0 and supports_blocks(weight.numbers.device)
 
 
 @cache
@@ -47,14 +47,14 @@ def supports_blocks(device: torch.device) -> bool:
         return False
     numbers = torch.zeros(512, 512, dtype=torch.float8_e4m3fn, device=device)
     try:
-        _block_product(numbers, torch.ones(4, 512, device=device).t(), numbers, torch.ones(4, 4, device=device))
+        _block_product(numbers, torch.ones(4, 512, device=device).t(), numbers, torch.ones(4, 4, device=device).t())
     except (RuntimeError, ValueError):
         return False
     return True
 
 
 def _block_product(x: Tensor, x_scales: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
-    """Multiplies e4m3 [R, K] with scales [R, K / 128] and [N, K] with scales [K / 128, N / 128]; bfloat16 [R, N]."""
+    """Multiplies e4m3 [R, K], scales [R, K / 128], and [N, K], scales [K / 128, N / 128]; bfloat16 [R, N]."""
     return torch._scaled_mm(x, numbers.t(), x_scales, scales, out_dtype=torch.bfloat16)
 
 
