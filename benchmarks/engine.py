@@ -208,7 +208,9 @@ class EngineBench:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="format of the weights (also --engine weights=fp8)")
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="format of the weights (also --engine weights=fp8)"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts to run")
     parser.add_argument("--engine", metavar="NAME=VALUE", nargs="+", default=[], help="fields of EngineConfig")

@@ -326,7 +326,10 @@ def main() -> None:
             launch = partial(lambda i, w, x, r: plain_layer(x, w[i % len(w)], end, norm, r), w=weights, x=x, r=residual)  # noqa: B023
             plain.setdefault(f"{n}x{k}", {})[rows] = round(seconds(launch, count, rows) * 1e6, 2)
         del weights
-    print("\nbf16, microseconds\n" + "\n".join(f"{s:<12}" + " ".join(f"{t:8.1f}" for t in r.values()) for s, r in plain.items()))
+    print(
+        "\nbf16, microseconds\n"
+        + "\n".join(f"{s:<12}" + " ".join(f"{t:8.1f}" for t in r.values()) for s, r in plain.items())
+    )
     print(f"bf16 after {time.perf_counter() - began:.0f} s", flush=True)
     for kind in args.kinds:
         if time.perf_counter() - began > args.limit:
@@ -347,7 +350,9 @@ def main() -> None:
                     sums[name] = sums.get(name, 0.0) + micros
         for rows, sums in totals.items():
             base = sum(p[int(rows)] for p in plain.values())
-            shown = "  ".join(f"{name} {micros / base:.2f}" for name, micros in sorted(sums.items(), key=lambda i: i[1]))
+            shown = "  ".join(
+                f"{name} {micros / base:.2f}" for name, micros in sorted(sums.items(), key=lambda i: i[1])
+            )
             print(f"  {rows:>5} rows: bf16 {base:7.1f} us  {shown}")
     failures = check(began, args.limit)
     print(f"{time.perf_counter() - began:.0f} s in total, {failures} failures")

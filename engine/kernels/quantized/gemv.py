@@ -25,8 +25,7 @@ def _to_float32(tile, NATIVE: tl.constexpr):
     """Converts int8 or e4m3 to float32. Without NATIVE, e4m3 are bytes."""
     if NATIVE:
         return tile.to(tl.float32)
-    else:
-        return e4m3(tile)
+    return e4m3(tile)
 
 
 @triton.jit
@@ -147,7 +146,5 @@ def gemv(
     sizes = {"N": n, "K": k, "SCALE_N": weight.scales.stride(1) if weight.block else 0, "ROWS": rows}
     sizes |= {"BK": min(columns, triton.next_power_of_2(k)), "NORM": norm is not None, "BIAS": bias is not None}
     sizes |= {"ADD": residual is not None, "GATED": gated, "NATIVE": native, **pdl_args(x.device)}
-    _gemv_kernel[(triton.cdiv(n, rows),)](
-        x, numbers, weight.scales, *optional, out, eps, **sizes, num_warps=warps
-    )
+    _gemv_kernel[(triton.cdiv(n, rows),)](x, numbers, weight.scales, *optional, out, eps, **sizes, num_warps=warps)
     return out

@@ -66,9 +66,9 @@ def _scratch(
     x: Tensor, plain: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None
 ) -> Tensor:
     """Computes `quantized_linear` with a plain weight [N, K] and rows x that are normed."""
-    if gated and bias is None and out is None and len(x) >= MIN_SWIGLU_ROWS and plain.dtype == torch.bfloat16:
-        if len(plain) % 32 == 0 and plain.shape[1] % 8 == 0 and supports_gemm_swiglu(x.device):
-            return gemm_swiglu(x, plain)
+    fits = bias is None and out is None and plain.dtype == torch.bfloat16 and len(plain) % 32 == plain.shape[1] % 8 == 0
+    if gated and fits and len(x) >= MIN_SWIGLU_ROWS and supports_gemm_swiglu(x.device):
+        return gemm_swiglu(x, plain)
     if residual is not None and residual is out:
         out.addmm_(x, plain.t())
         return out if bias is None else out.add_(bias)

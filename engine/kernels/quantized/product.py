@@ -55,23 +55,21 @@ def prefetch(weight, n, ok, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):
 @triton.jit
 def scale_of(packed, SCALE: tl.constexpr):
     """Returns float32 scales. SCALE: their dtype, float32 or that of the upper half of int32."""
-    if SCALE == tl.float32:
+    if tl.float32 == SCALE:
         return packed
-    elif SCALE == tl.bfloat16:
+    if tl.bfloat16 == SCALE:
         return (packed & -65536).to(tl.float32, bitcast=True)
-    else:
-        return (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def offset_of(packed, offsets, at, ok, DTYPE: tl.constexpr, SCALE: tl.constexpr, OFFSETS: tl.constexpr):
     """Returns the offsets of a group in DTYPE, from the lower half of `packed`, from a tensor, or a constant."""
-    if SCALE != tl.float32:
+    if tl.float32 != SCALE:
         return packed.to(tl.int16).to(DTYPE, bitcast=True)
-    elif OFFSETS == 1:
+    if OFFSETS == 1:
         return tl.load(offsets + at, mask=ok, other=0.0)
-    else:
-        return tl.full([1, 1], OFFSETS, DTYPE)
+    return tl.full([1, 1], OFFSETS, DTYPE)
 
 
 @triton.jit
@@ -96,7 +94,7 @@ def accumulate(
     Args:
         at: places [.., BN, 1] of the scales. ok: which of them exist.
     """
-    if GROUP > 0 or SCALE != tl.float32:
+    if GROUP > 0 or tl.float32 != SCALE:
         packed = tl.load(scales + at, mask=ok, other=0)
     else:
         packed = 0.0
@@ -106,8 +104,7 @@ def accumulate(
     number = convert(w, shift, offset, KIND, ASM)
     if GROUP > 0:
         return acc + tl.dot(number, v, input_precision="ieee", out_dtype=tl.float32) * scale_of(packed, SCALE)
-    else:
-        return tl.dot(number, v, acc, input_precision="ieee")
+    return tl.dot(number, v, acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -185,7 +182,20 @@ def _product_kernel(
             if GATED:
                 at += N // BLOCK_ROWS * SCALE_N
                 acc_up = accumulate(
-                    acc_up, u, v, scales, offsets, at, n_ok[:, None], 4 * field, KIND, SCALE, OFFSETS, GROUP, SCALED, ASM
+                    acc_up,
+                    u,
+                    v,
+                    scales,
+                    offsets,
+                    at,
+                    n_ok[:, None],
+                    4 * field,
+                    KIND,
+                    SCALE,
+                    OFFSETS,
+                    GROUP,
+                    SCALED,
+                    ASM,
                 )
     if GROUP == 0:
         acc *= scale_of(tl.load(scales + n, mask=n_ok, other=0), SCALE)[:, None]
@@ -199,7 +209,9 @@ def _product_kernel(
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     ok = n_ok[:, None] & m_ok[None, :]
     if ADD:
-        acc += tl.load(residual + m[None, :].to(tl.int64) * residual_row + n[:, None], mask=ok, other=0.0).to(tl.float32)
+        acc += tl.load(residual + m[None, :].to(tl.int64) * residual_row + n[:, None], mask=ok, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + m[None, :].to(tl.int64) * out_row + n[:, None], acc.to(out.dtype.element_ty), mask=ok)
 
 

@@ -94,7 +94,9 @@ def _split_kernel(
             acc = accumulate(acc, w, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, ASM)
             if GATED:
                 at += N // BLOCK_ROWS * SCALE_N
-                acc_up = accumulate(acc_up, u, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, ASM)
+                acc_up = accumulate(
+                    acc_up, u, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, ASM
+                )
     y = tl.sum(acc, 0)
     u = tl.sum(acc_up, 0)
     if GROUP == 0:

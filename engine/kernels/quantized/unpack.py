@@ -47,21 +47,20 @@ def _int4(words, shift, offset):
             is_pure=True,
             pack=2,
         )
-    else:
-        return tl.inline_asm_elementwise(
-            """{
+    return tl.inline_asm_elementwise(
+        """{
             .reg .b32 t, one;
             mov.b32 one, 0x3F803F80;
             shr.b32 t, $1, $2;
             lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 $0, t, one, $4;
             }""",
-            "=r,r,r,r,r",
-            [words, shift, offset],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
+        "=r,r,r,r,r",
+        [words, shift, offset],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -85,9 +84,8 @@ def _scaled_int4(words, shift, offset, high, low):
             is_pure=True,
             pack=2,
         )
-    else:
-        return tl.inline_asm_elementwise(
-            """{
+    return tl.inline_asm_elementwise(
+        """{
             .reg .b32 t, u, one, zero;
             mov.b32 one, 0x3F803F80;
             mov.b32 zero, 0x80008000;
@@ -97,12 +95,12 @@ def _scaled_int4(words, shift, offset, high, low):
             fma.rn.bf16x2 u, t, $6, zero;
             fma.rn.bf16x2 $0, t, $5, u;
             }""",
-            "=r,r,r,r,r,r,r",
-            [words, shift, offset, high, low],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
+        "=r,r,r,r,r,r,r",
+        [words, shift, offset, high, low],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -129,9 +127,8 @@ def _int8(numbers, offset):
             is_pure=True,
             pack=4,
         )
-    else:
-        return tl.inline_asm_elementwise(
-            """{
+    return tl.inline_asm_elementwise(
+        """{
             .reg .b32 a, b, s, t, one, minus;
             mov.b32 one, 0x3F803F80;
             mov.b32 minus, 0xBF80BF80;
@@ -146,12 +143,12 @@ def _int8(numbers, offset):
             fma.rn.bf16x2 $0, a, one, $3;
             fma.rn.bf16x2 $1, b, one, $4;
             }""",
-            "=r,=r,r,r,r",
-            [numbers, offset],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        "=r,=r,r,r,r",
+        [numbers, offset],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -180,9 +177,8 @@ def _fp8(codes, HALF: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    else:
-        return tl.inline_asm_elementwise(
-            """{
+    return tl.inline_asm_elementwise(
+        """{
             .reg .b32 a, b, s, t, up, zero;
             mov.b32 up, 0x7B807B80;
             mov.b32 zero, 0x80008000;
@@ -197,12 +193,12 @@ def _fp8(codes, HALF: tl.constexpr):
             fma.rn.bf16x2 $0, a, up, zero;
             fma.rn.bf16x2 $1, b, up, zero;
             }""",
-            "=r,=r,r",
-            [codes],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        "=r,=r,r",
+        [codes],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -224,19 +220,17 @@ def convert(tile, shift, offset, KIND: tl.constexpr, ASM: tl.constexpr):
     if ASM:
         if KIND == "int4":
             return _int4(tile, shift, offset)
-        elif KIND == "int8":
+        if KIND == "int8":
             return _int8(tile, offset)
-        else:
-            return _fp8(tile, offset.dtype == tl.float16)
+        return _fp8(tile, offset.dtype == tl.float16)
+    if KIND == "int4":
+        magic: tl.constexpr = 1024.0 if offset.dtype == tl.float16 else 128.0
+        number = ((tile.to(tl.int32) >> shift) & 15).to(tl.float32) + (magic + offset.to(tl.float32))
+    elif KIND == "int8":
+        number = tile.to(tl.int8, bitcast=True).to(tl.float32) + offset.to(tl.float32)
     else:
-        if KIND == "int4":
-            magic: tl.constexpr = 1024.0 if offset.dtype == tl.float16 else 128.0
-            number = ((tile.to(tl.int32) >> shift) & 15).to(tl.float32) + (magic + offset.to(tl.float32))
-        elif KIND == "int8":
-            number = tile.to(tl.int8, bitcast=True).to(tl.float32) + offset.to(tl.float32)
-        else:
-            number = e4m3(tile)
-        return number.to(offset.dtype)
+        number = e4m3(tile)
+    return number.to(offset.dtype)
 
 
 @triton.jit
@@ -246,5 +240,4 @@ def convert_scaled(words, shift, offset, scale, ASM: tl.constexpr):
         high = scale.to(offset.dtype)
         low = (scale - high.to(tl.float32)).to(offset.dtype)
         return _scaled_int4(words, shift, offset, high, low)
-    else:
-        return (convert(words, shift, offset, "int4", ASM).to(tl.float32) * scale).to(offset.dtype)
+    return (convert(words, shift, offset, "int4", ASM).to(tl.float32) * scale).to(offset.dtype)
