@@ -24,8 +24,10 @@ BLOCK_K = 2048  # Largest number of columns in a tile.
 def _to_float32(tile, NATIVE: tl.constexpr):
     """Converts int8 or e4m3 to float32. Without NATIVE, e4m3 are bytes."""
     if NATIVE:
-        return tile.to(tl.float32)
-    return e4m3(tile)
+        result = tile.to(tl.float32)
+    else:
+        result = e4m3(tile)
+    return result
 
 
 @triton.jit

@@ -55,21 +55,25 @@ def prefetch(weight, n, ok, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):
 @triton.jit
 def scale_of(packed, SCALE: tl.constexpr):
     """Returns float32 scales. SCALE: their dtype, float32 or that of the upper half of int32."""
-    if tl.float32 == SCALE:
-        return packed
-    if tl.bfloat16 == SCALE:
-        return (packed & -65536).to(tl.float32, bitcast=True)
-    return (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if SCALE == "float32":
+        result = packed
+    elif SCALE == "bfloat16":
+        result = (packed & -65536).to(tl.float32, bitcast=True)
+    else:
+        result = (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return result
 
 
 @triton.jit
 def offset_of(packed, offsets, at, ok, DTYPE: tl.constexpr, SCALE: tl.constexpr, OFFSETS: tl.constexpr):
     """Returns the offsets of a group in DTYPE, from the lower half of `packed`, from a tensor, or a constant."""
-    if tl.float32 != SCALE:
-        return packed.to(tl.int16).to(DTYPE, bitcast=True)
-    if OFFSETS == 1:
-        return tl.load(offsets + at, mask=ok, other=0.0)
-    return tl.full([1, 1], OFFSETS, DTYPE)
+    if SCALE != "float32":
+        result = packed.to(tl.int16).to(DTYPE, bitcast=True)
+    elif OFFSETS == 1:
+        result = tl.load(offsets + at, mask=ok, other=0.0)
+    else:
+        result = tl.full([1, 1], OFFSETS, DTYPE)
+    return result
 
 
 @triton.jit
@@ -89,22 +93,25 @@ def accumulate(
     SCALED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Adds the product of one field of the words w [.., BN, BK] and v [.., BK, BM] to acc [.., BN, BM].
+    """Returns acc [.., BN, BM] plus the product of one field of the words w [.., BN, BK] and v [.., BK, BM].
 
     Args:
         at: places [.., BN, 1] of the scales. ok: which of them exist.
     """
-    if GROUP > 0 or tl.float32 != SCALE:
+    if GROUP > 0 or SCALE != "float32":
         packed = tl.load(scales + at, mask=ok, other=0)
     else:
         packed = 0.0
     offset = offset_of(packed, offsets, at, ok, v.dtype, SCALE, OFFSETS)
     if SCALED:
-        return tl.dot(convert_scaled(w, shift, offset, scale_of(packed, SCALE), ASM), v, acc, input_precision="ieee")
-    number = convert(w, shift, offset, KIND, ASM)
-    if GROUP > 0:
-        return acc + tl.dot(number, v, input_precision="ieee", out_dtype=tl.float32) * scale_of(packed, SCALE)
-    return tl.dot(number, v, acc, input_precision="ieee")
+        number = convert_scaled(w, shift, offset, scale_of(packed, SCALE), ASM)
+        result = tl.dot(number, v, acc, input_precision="ieee")
+    elif GROUP > 0:
+        part = tl.dot(convert(w, shift, offset, KIND, ASM), v, input_precision="ieee", out_dtype=tl.float32)
+        result = acc + part * scale_of(packed, SCALE)
+    else:
+        result = tl.dot(convert(w, shift, offset, KIND, ASM), v, acc, input_precision="ieee")
+    return result
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -215,9 +222,6 @@ def _product_kernel(
     tl.store(out + m[None, :].to(tl.int64) * out_row + n[:, None], acc.to(out.dtype.element_ty), mask=ok)
 
 
-TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
 def product(
     x: Tensor,
     weight: DeviceWeight,
@@ -249,7 +253,7 @@ def product(
     words = min(tile.words, weight.width) if weight.group or total > 1 else tile.words
     sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
     sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
-    sizes |= {"SCALE": TRITON_DTYPES[weight.scale_dtype], "OFFSETS": constant if offsets is None else 1}
+    sizes |= {"SCALE": str(weight.scale_dtype).removeprefix("torch."), "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": words, "TOTAL": total}
     sizes |= {"SCALED": tile.scaled and weight.group > 0 and total > 1}

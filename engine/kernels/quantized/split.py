@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.quantized.device_weight import FIELDS, DeviceWeight
-from engine.kernels.quantized.product import TRITON_DTYPES, Tile, accumulate, prefetch, scale_of
+from engine.kernels.quantized.product import Tile, accumulate, prefetch, scale_of
 from engine.kernels.quantized.unpack import has_assembly, magic
 from engine.quantization.weight import BLOCK, FIXED_ZERO
 
@@ -149,7 +149,7 @@ def split_product(
     constant = -(FIXED_ZERO + magic(x.dtype)) if weight.kind == "int4" else 0
     sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
     sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
-    sizes |= {"SCALE": TRITON_DTYPES[weight.scale_dtype], "OFFSETS": constant if offsets is None else 1}
+    sizes |= {"SCALE": str(weight.scale_dtype).removeprefix("torch."), "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": tile.words, "TOTAL": total, "SPLIT": tile.warps}
     sizes |= {"STAGES": tile.stages, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}

@@ -33,7 +33,7 @@ def magic(dtype: torch.dtype) -> int:
 def _int4(words, shift, offset):
     """Converts the 4 bits at `shift` of int16 words to the dtype of `offset` and adds `offset`."""
     if offset.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 t, one;
             mov.b32 one, 0x3C003C00;
@@ -47,27 +47,29 @@ def _int4(words, shift, offset):
             is_pure=True,
             pack=2,
         )
-    return tl.inline_asm_elementwise(
-        """{
+    else:
+        result = tl.inline_asm_elementwise(
+            """{
             .reg .b32 t, one;
             mov.b32 one, 0x3F803F80;
             shr.b32 t, $1, $2;
             lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;
             fma.rn.bf16x2 $0, t, one, $4;
             }""",
-        "=r,r,r,r,r",
-        [words, shift, offset],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+            "=r,r,r,r,r",
+            [words, shift, offset],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return result
 
 
 @triton.jit
 def _scaled_int4(words, shift, offset, high, low):
     """Converts as `_int4`, then multiplies by the scale high + low with one rounding."""
     if offset.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 t, u, one, zero;
             mov.b32 one, 0x3C003C00;
@@ -84,8 +86,9 @@ def _scaled_int4(words, shift, offset, high, low):
             is_pure=True,
             pack=2,
         )
-    return tl.inline_asm_elementwise(
-        """{
+    else:
+        result = tl.inline_asm_elementwise(
+            """{
             .reg .b32 t, u, one, zero;
             mov.b32 one, 0x3F803F80;
             mov.b32 zero, 0x80008000;
@@ -95,19 +98,20 @@ def _scaled_int4(words, shift, offset, high, low):
             fma.rn.bf16x2 u, t, $6, zero;
             fma.rn.bf16x2 $0, t, $5, u;
             }""",
-        "=r,r,r,r,r,r,r",
-        [words, shift, offset, high, low],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+            "=r,r,r,r,r,r,r",
+            [words, shift, offset, high, low],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return result
 
 
 @triton.jit
 def _int8(numbers, offset):
     """Converts int8 to the dtype of `offset` and adds `offset`."""
     if offset.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, one, bias;
             mov.b32 one, 0x3C003C00;
@@ -127,8 +131,9 @@ def _int8(numbers, offset):
             is_pure=True,
             pack=4,
         )
-    return tl.inline_asm_elementwise(
-        """{
+    else:
+        result = tl.inline_asm_elementwise(
+            """{
             .reg .b32 a, b, s, t, one, minus;
             mov.b32 one, 0x3F803F80;
             mov.b32 minus, 0xBF80BF80;
@@ -143,19 +148,20 @@ def _int8(numbers, offset):
             fma.rn.bf16x2 $0, a, one, $3;
             fma.rn.bf16x2 $1, b, one, $4;
             }""",
-        "=r,=r,r,r,r",
-        [numbers, offset],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
+            "=r,=r,r,r,r",
+            [numbers, offset],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return result
 
 
 @triton.jit
 def _fp8(codes, HALF: tl.constexpr):
     """Converts e4m3 bytes to float16 (HALF) or bfloat16."""
     if HALF:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, s, t, up, zero;
             mov.b32 up, 0x5C005C00;
@@ -177,8 +183,9 @@ def _fp8(codes, HALF: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    return tl.inline_asm_elementwise(
-        """{
+    else:
+        result = tl.inline_asm_elementwise(
+            """{
             .reg .b32 a, b, s, t, up, zero;
             mov.b32 up, 0x7B807B80;
             mov.b32 zero, 0x80008000;
@@ -193,12 +200,13 @@ def _fp8(codes, HALF: tl.constexpr):
             fma.rn.bf16x2 $0, a, up, zero;
             fma.rn.bf16x2 $1, b, up, zero;
             }""",
-        "=r,=r,r",
-        [codes],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
+            "=r,=r,r",
+            [codes],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    return result
 
 
 @triton.jit
@@ -219,18 +227,21 @@ def convert(tile, shift, offset, KIND: tl.constexpr, ASM: tl.constexpr):
     """
     if ASM:
         if KIND == "int4":
-            return _int4(tile, shift, offset)
-        if KIND == "int8":
-            return _int8(tile, offset)
-        return _fp8(tile, offset.dtype == tl.float16)
-    if KIND == "int4":
-        magic: tl.constexpr = 1024.0 if offset.dtype == tl.float16 else 128.0
-        number = ((tile.to(tl.int32) >> shift) & 15).to(tl.float32) + (magic + offset.to(tl.float32))
-    elif KIND == "int8":
-        number = tile.to(tl.int8, bitcast=True).to(tl.float32) + offset.to(tl.float32)
+            result = _int4(tile, shift, offset)
+        elif KIND == "int8":
+            result = _int8(tile, offset)
+        else:
+            result = _fp8(tile, offset.dtype == tl.float16)
     else:
-        number = e4m3(tile)
-    return number.to(offset.dtype)
+        if KIND == "int4":
+            magic: tl.constexpr = 1024.0 if offset.dtype == tl.float16 else 128.0
+            number = ((tile.to(tl.int32) >> shift) & 15).to(tl.float32) + (magic + offset.to(tl.float32))
+        elif KIND == "int8":
+            number = tile.to(tl.int8, bitcast=True).to(tl.float32) + offset.to(tl.float32)
+        else:
+            number = e4m3(tile)
+        result = number.to(offset.dtype)
+    return result
 
 
 @triton.jit
@@ -239,5 +250,7 @@ def convert_scaled(words, shift, offset, scale, ASM: tl.constexpr):
     if ASM:
         high = scale.to(offset.dtype)
         low = (scale - high.to(tl.float32)).to(offset.dtype)
-        return _scaled_int4(words, shift, offset, high, low)
-    return (convert(words, shift, offset, "int4", ASM).to(tl.float32) * scale).to(offset.dtype)
+        result = _scaled_int4(words, shift, offset, high, low)
+    else:
+        result = (convert(words, shift, offset, "int4", ASM).to(tl.float32) * scale).to(offset.dtype)
+    return result
