@@ -122,6 +122,12 @@ def main() -> int:
     args = parser.parse_args()
     base_dir: Path = args.base or demo_model()
     texts, settings = texts_of(base_dir), {"device": args.device, "dtype": args.dtype}
+    used = {"base": args.base or "SmolLM2-135M-Instruct (the demo model)", "other": args.other, **settings}
+
+    def save() -> None:
+        shown = {key: str(value) for key, value in used.items()}
+        report.write(args.out, "quality", table.metrics, "torch", rows=table.rows, settings=shown)
+
     table, found = report.MetricTable(), {"base": scores(base_dir, texts, **settings)}
     table.add("base_perplexity", found["base"].perplexity, f"{len(found['base'].best)} tokens")
     if args.other is not None:
@@ -136,8 +142,8 @@ def main() -> int:
                     write(base_dir, Path(folder), name, group_size=GROUP_SIZE, input_scales=scales)
                     found[name] = scores(Path(folder), texts, **settings)
             compare(table, name, found["bf16" if name == "weights-fp8-bf16" else "base"], found[name])
-    used = {"base": args.base or "SmolLM2-135M-Instruct (the demo model)", "other": args.other, **settings}
-    report.write(args.out, "quality", table.metrics, "torch", rows=table.rows, settings={k: str(v) for k, v in used.items()})
+            save()
+    save()
     return 0
 
 

@@ -36,7 +36,7 @@ def weight_of(linear: Any) -> torch.Tensor:
     return linear.weight if linear.scales is None else linear.weight * linear.scales.float()[:, None]
 
 
-@pytest.mark.parametrize(("form", "step"), [("fp8", 1 / 16), ("int8", 1 / 127)])
+@pytest.mark.parametrize(("form", "step"), [("fp8", 1 / 8), ("int8", 1 / 127)])
 def test_every_weight_is_within_half_a_step(form: str, step: float, tmp_path: Path) -> None:
     """A step of e4m3 is relative to the number, one of int8 to the largest number of the output."""
     tiny_llama(tmp_path)

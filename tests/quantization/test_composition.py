@@ -55,7 +55,7 @@ async def test_weights_fp8_with_8_bit_kv_hand_off(plain: Path) -> None:
 async def test_pods_with_other_weights_refuse_each_other_and_say_why(plain: Path) -> None:
     async with Cluster.start(plain, decode_config={"weights": "fp8"}, check=False) as cluster:
         peer = cluster.decode.runtime
-        with pytest.raises(BatonError, match=r"KV layouts differ in weights: '' on this pod, 'fp8 \(fp8, one scale"):
+        with pytest.raises(BatonError, match=r"KV layouts differ in weights: 'fp8 \(fp8, one scale per output .*\)' on this pod, ''"):
             await cluster.prefill.runtime.transfer_node.connect(peer.address, peer.name)
 
 
@@ -85,7 +85,7 @@ def test_two_ranks_answer_like_one(name: str, weights: str, plain: Path, quantis
         for left, right in zip(one, two.generate(prompts, GREEDY, ignore_eos=True), strict=True):
             assert right.ids == left.ids
             for a, b in zip(left.tokens, right.tokens, strict=True):
-                assert b.logprob == pytest.approx(a.logprob, abs=1e-4 if name else 0.05)
+                assert b.logprob == pytest.approx(a.logprob, abs=1e-4 if name else 0.15)
     finally:
         two.engine.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def refusal(directory: Path, quantization: Any, *, file: str = "config.json") ->
     ("config", "words"),
     [
         *(({"quant_method": name}, f"format {name!r}") for name in ("bitsandbytes", "gguf", "hqq", "auto-round")),
-        ({"bits": 4}, "quantization_config"),
+        ({"bits": 4}, "format 'unknown'"),
         (["awq"], "an object is needed"),
         (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast' is another layout"),
         (AWQ | {"bits": 8}, "bits is 8, 4 is supported"),
@@ -68,7 +69,7 @@ def refusal(directory: Path, quantization: Any, *, file: str = "config.json") ->
         (GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 2}}}, "bits is 2"),
         (GPTQ | {"dynamic": {"+:(": {"bits": 4}}}, "not valid"),
         (GPTQ | {"dynamic": {"-:(a+)+$": {}}}, "too complex"),
-        (GPTQ | {"dynamic": {".*up_proj": {"bits": 8}}}, "gate_proj is int4, .* up_proj is int8"),
+        (GPTQ | {"dynamic": {".*up_proj": {"bits": 8}}}, "gate_proj is int4, .*up_proj is int8"),
         (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
         (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
@@ -95,8 +96,6 @@ def test_a_format_that_is_not_supported_is_named(config: Any, words: str, tmp_pa
             source.load(16, CPU, torch.float32)
         return
     message = refusal(tmp_path, config)
-    import re
-
     assert re.search(words, message), message
 
 
