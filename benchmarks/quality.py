@@ -115,8 +115,12 @@ def compare(table: report.MetricTable, name: str, base: Scores, other: Scores) -
 def main() -> int:
     parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--base", type=Path, help="directory of the unquantised model; default: the demo model")
-    parser.add_argument("--other", type=Path, help="directory of the model to compare; default: the base in all formats")
-    parser.add_argument("--formats", nargs="*", default=[*FORMATS, *ROUNDINGS], metavar="NAME", help="some of the formats")
+    parser.add_argument(
+        "--other", type=Path, help="directory of the model to compare; default: the base in all formats"
+    )
+    parser.add_argument(
+        "--formats", nargs="*", default=[*FORMATS, *ROUNDINGS], metavar="NAME", help="some of the formats"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

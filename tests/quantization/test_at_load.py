@@ -110,7 +110,13 @@ def test_zeros_and_tiny_numbers_stay_finite() -> None:
     weight = torch.zeros(3, 64)
     weight[1] = 1e-38
     weight[2, 0] = 3e38
-    for kind, extent in (("fp8", "channel"), ("fp8", "block"), ("fp8", "tensor"), ("int8", "channel"), ("int4", "group")):
+    for kind, extent in (
+        ("fp8", "channel"),
+        ("fp8", "block"),
+        ("fp8", "tensor"),
+        ("int8", "channel"),
+        ("int4", "group"),
+    ):
         scheme = Scheme(layout="load", kind=kind, extent=extent, group_size=32)  # type: ignore[arg-type]
         found = quantize(weight, scheme).dequantize(torch.float32)
         assert found.isfinite().all()

@@ -27,7 +27,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints by format, in directories of one name: pods compare the name of the model too."""
-    made = {name: tmp_path_factory.mktemp(name) / "tiny" for name in ("awq", "gptq-order", "fp8-block", "ct-fp8-channel")}
+    made = {
+        name: tmp_path_factory.mktemp(name) / "tiny" for name in ("awq", "gptq-order", "fp8-block", "ct-fp8-channel")
+    }
     for name, directory in made.items():
         write(plain, directory, name)
     return made
@@ -55,7 +57,9 @@ async def test_weights_fp8_with_8_bit_kv_hand_off(plain: Path) -> None:
 async def test_pods_with_other_weights_refuse_each_other_and_say_why(plain: Path) -> None:
     async with Cluster.start(plain, decode_config={"weights": "fp8"}, check=False) as cluster:
         peer = cluster.decode.runtime
-        with pytest.raises(BatonError, match=r"KV layouts differ in weights: 'fp8 \(fp8, one scale per output .*\)' on this pod, ''"):
+        with pytest.raises(
+            BatonError, match=r"KV layouts differ in weights: 'fp8 \(fp8, one scale per output .*\)' on this pod, ''"
+        ):
             await cluster.prefill.runtime.transfer_node.connect(peer.address, peer.name)
 
 
@@ -78,7 +82,13 @@ def test_fingerprints_differ_by_format(plain: Path, quantised: dict[str, Path]) 
 def test_two_ranks_answer_like_one(name: str, weights: str, plain: Path, quantised: dict[str, Path]) -> None:
     directory = quantised[name] if name else plain
     prompts = [prompt_of(n, seed=n) for n in (3, 40)]
-    settings: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "max_model_len": 128, "threads": 1, "weights": weights}
+    settings: dict[str, Any] = {
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_model_len": 128,
+        "threads": 1,
+        "weights": weights,
+    }
     one = LLM(directory, **settings).generate(prompts, GREEDY, ignore_eos=True)
     two = LLM(directory, tensor_parallel_size=2, **settings)
     try:

@@ -107,7 +107,9 @@ def test_other_files_name_the_format_too(tmp_path: Path) -> None:
 
 def test_a_model_of_transformers_or_a_second_quantization_is_refused(tmp_path: Path) -> None:
     bare_model(tmp_path / "a", GPT2 | {"quantization_config": AWQ})
-    with pytest.raises(ConfigError, match=r"config\.json: weights of the format 'awq' are not supported for this model"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json: weights of the format 'awq' are not supported for this model"
+    ):
         open_model(tmp_path / "a")
     bare_model(tmp_path / "b", CONFIG | {"quantization_config": AWQ})
     with pytest.raises(ConfigError, match=r"weights fp8: the checkpoint is quantised already, as awq \(int4"):
@@ -147,14 +149,21 @@ Q = "model.layers.0.self_attn.q_proj"
         ("gptq", "g_idx", lambda t: t.flip(0), "cannot be one product: they have activation orders that differ"),
         ("ct-w4", "weight_shape", lambda t: t + 1, r"is \[65, 65\], expected \[64, 64\]"),
         ("ct-fp8-channel", "weight", lambda t: t.float(), "has dtype float32, expected float8_e4m3fn"),
-        ("ct-fp8-tensor", "weight_scale", lambda t: t.repeat(3), r"has shape \(3,\), expected \(1, 1\) or \(1,\) or \(\)"),
+        (
+            "ct-fp8-tensor",
+            "weight_scale",
+            lambda t: t.repeat(3),
+            r"has shape \(3,\), expected \(1, 1\) or \(1,\) or \(\)",
+        ),
         ("ct-fp8-tensor", "input_scale", lambda t: -t, "a positive number is needed"),
         ("ct-int8", "weight_zero_point", lambda t: torch.ones(64, 1, dtype=torch.int8), "is not zero"),
         ("fp8-block", "weight_scale_inv", lambda t: t.repeat(2, 1), r"has shape \(2, 1\), expected \(1, 1\)"),
         ("fp8-block", "weight_scale", lambda t: torch.ones(1), "does not use"),
     ],
 )
-def test_a_damaged_tensor_is_named(form: str, tensor: str, change: Any, words: str, plain: Path, tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_named(
+    form: str, tensor: str, change: Any, words: str, plain: Path, tmp_path: Path
+) -> None:
     write(plain, tmp_path, form)
     tensors, name = load_file(tmp_path / "model.safetensors"), f"{Q}.{tensor}"
     changed = tensors.pop(name, torch.zeros(0))

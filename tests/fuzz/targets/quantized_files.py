@@ -93,7 +93,10 @@ class QuantizedFiles(FuzzTarget):
         try:
             config, generation = read_config(directory)
             quantization, spec = read_quantization(directory, config), parse_spec(config, generation)
-            if max(spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.max_position, spec.query_size) > 1024:
+            if (
+                max(spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.max_position, spec.query_size)
+                > 1024
+            ):
                 return f"{name} large"
             if spec.num_layers > 4:
                 return f"{name} deep"
