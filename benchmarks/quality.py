@@ -8,14 +8,7 @@ weights are rounded to nearest (`benchmarks.support.quantized_files`), so a cali
     python benchmarks/quality.py --base DIR --other DIR --dtype bfloat16     # a pair of your own
 """
 
-METRICS = """
-Metrics of each format NAME, against the unquantised model:
-  NAME_perplexity     exp of the mean negative log-probability of the texts' tokens; base_perplexity: of the base
-  NAME_agreement      share of positions where both models find the same token the most likely
-  NAME_logprob_error  mean absolute difference of the log-probabilities of the texts' tokens
-bf16 is the base in bfloat16. weights-fp8 and weights-int8 are the setting --weights; weights-fp8-bf16 is compared with
-bf16.
-"""
+from __future__ import annotations
 
 import math
 import statistics
@@ -34,6 +27,14 @@ from common.types import SamplingParams, ValidRequest
 from engine.llm import LLM
 from engine.schedule.outputs import StepResult
 
+METRICS = """
+Metrics of each format NAME, against the unquantised model:
+  NAME_perplexity     exp of the mean negative log-probability of the texts' tokens; base_perplexity: of the base
+  NAME_agreement      share of positions where both models find the same token the most likely
+  NAME_logprob_error  mean absolute difference of the log-probabilities of the texts' tokens
+bf16 is the base in bfloat16. weights-fp8 and weights-int8 are the setting --weights; weights-fp8-bf16 is compared with
+bf16.
+"""
 TEXTS = Path(__file__).parent / "support" / "quality_texts.txt"
 GROUP_SIZE = 64  # SmolLM2 has 576 inputs, which 128 does not divide.
 ROUNDINGS: dict[str, dict[str, Any]] = {

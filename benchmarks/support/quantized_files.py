@@ -86,7 +86,7 @@ class Writer:
 
     # -- integers in words -------------------------------------------------------------------------------------------
     def integers(self, weight: Tensor, groups: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns unsigned numbers [N, K], float16 scales [N, G] and zeros [N, G]; groups [K] is the group of an input."""
+        """Returns unsigned numbers [N, K], scales and zeros [N, G]; groups [K] is the group of each input."""
         count, top = int(groups.max()) + 1, 2**bits - 1
         numbers, scales = torch.empty_like(weight), torch.empty(len(weight), count)
         zeros = torch.full((len(weight), count), 2.0 ** (bits - 1))

@@ -34,7 +34,7 @@ OPTIONS = (
     (
         "rates",
         "R",
-        "h100-8b (default), h100-8b-fp8, h100-8b-int4, h100-8b-rdma, flat-8k, or a JSON file, as of benchmarks/engine.py.",
+        "h100-8b (default), h100-8b-fp8, h100-8b-int4, h100-8b-rdma, flat-8k, or a JSON file (benchmarks/engine.py).",
     ),
     ("gpus", "N", "Number of GPUs; default: any number."),
     ("attainment", "X", "Share of requests that keep the SLO (default 0.9)."),

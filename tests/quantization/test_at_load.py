@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from engine.models import weights
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
-from engine.models.spec import Shard
+from engine.models.spec import UNSHARDED, Shard
 from engine.quantization.at_load import quantize
 from engine.quantization.scheme import Scheme
 from engine.quantization.weight import QuantizedWeight
@@ -25,7 +25,7 @@ WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 96, "attention_bias": Tr
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 
-def load(directory: Path, form: str, how: str = "auto", shard: Shard = Shard()) -> Decoder:
+def load(directory: Path, form: str, how: str = "auto", shard: Shard = UNSHARDED) -> Decoder:
     model = open_model(directory, how, form=form).load(64, CPU, torch.float32, shard, lambda x: None)
     assert isinstance(model, Decoder)
     return model
