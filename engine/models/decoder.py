@@ -78,6 +78,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.quantized_bytes = 0  #: Bytes of the quantised weights of all layers, as they were loaded.
         with torch.device("meta"):
             self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, window) for window in spec.windows)
@@ -119,6 +120,7 @@ class Decoder(nn.Module):
 
     def place(self, linear: Linear, weight: QuantizedWeight) -> None:
         """Gives a layer with a scheme its weight."""
+        self.quantized_bytes += weight.nbytes
         if linear is self.head:
             linear.weight.copy_(weight.dequantize(linear.weight.dtype))
         else:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from engine.models.spec import read_json
+from common.model.generation import read_json
 from engine.quantization import compressed_tensors
 from engine.quantization.config_fields import Fields
 from engine.quantization.scheme import Quantization, Rule, Scheme
@@ -43,14 +43,14 @@ def read_quantization(model_dir: Path, config: Mapping[str, Any]) -> Quantizatio
         if config.get(key):
             return _parse(config[key], "config.json", default)
     for file, method in _OTHER_FILES.items():
-        if content := read_json(model_dir / file, required=False):
+        if content := read_json(model_dir / file):
             return _parse(content.get("quantization") if method == "modelopt" else content, file, method)
     return None
 
 
 def _parse(content: Any, file: str, default: str | None) -> Quantization:
     fields = Fields(content, file, default or "quantization_config")
-    fields.method = method = str(fields.raw.get("quant_method") or default)
+    method = fields.method = str(fields.raw.get("quant_method") or default or "unknown")
     match method.lower():
         case "compressed-tensors":
             return Quantization(method, file, compressed_tensors.rules(fields), kv_scales=True)
