@@ -22,7 +22,7 @@ from engine.kernels.quantized.device_weight import FIELDS, DeviceWeight
 from engine.kernels.quantized.unpack import convert, convert_scaled, has_assembly, magic
 from engine.quantization.weight import BLOCK, FIXED_ZERO
 
-LINE, LINES = tl.constexpr(128), tl.constexpr(4)  # Bytes that one prefetch brings to the L2 cache; prefetches of a row.
+LINE = tl.constexpr(128)  # Bytes that one prefetch brings to the L2 cache.
 
 
 class Tile(NamedTuple):
@@ -30,6 +30,7 @@ class Tile(NamedTuple):
 
     split: the warps have parts of K, see split.py.
     scaled: the scales of groups multiply 4-bit numbers, which costs one rounding of each weight, not their sums.
+    lines: 128-byte lines of each row that a program brings to the L2 cache before it waits for the kernel before it.
     """
 
     rows: int
@@ -39,10 +40,11 @@ class Tile(NamedTuple):
     stages: int
     split: bool = False
     scaled: bool = False
+    lines: int = 4
 
 
 @triton.jit
-def prefetch(weight, n, ok, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):
+def prefetch(weight, n, ok, ROW_BYTES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):
     """Brings the first LINES lines of the rows n of the weight to the L2 cache, before the kernel waits for x."""
     if PDL and ROW_BYTES >= LINE * LINES:
         first = weight.to(tl.int64)
@@ -144,6 +146,7 @@ def _product_kernel(
     TOTAL: tl.constexpr,  # fields of a word
     SCALED: tl.constexpr,  # scales multiply the numbers, not the sums of their groups
     STAGES: tl.constexpr,
+    LINES: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
@@ -156,9 +159,9 @@ def _product_kernel(
     j = tl.arange(0, BK)
     m_ok, n_ok = m < rows, n < N
     src = numbers + n.to(tl.int64)[:, None] * ROW + j[None, :]
-    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, LINES, PDL)
     if GATED:
-        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, LINES, PDL)
     wait_for_previous(PDL)
     x_src = x + m[None, :].to(tl.int64) * x_row + j[:, None]
     even_n: tl.constexpr = N % BN == 0
@@ -257,8 +260,8 @@ def product(
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": words, "TOTAL": total}
     sizes |= {"SCALED": tile.scaled and weight.group > 0 and total > 1}
-    sizes |= {"STAGES": tile.stages, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
-    sizes |= {"ASM": has_assembly(x.dtype), **pdl_args(x.device)}
+    sizes |= {"STAGES": tile.stages, "LINES": tile.lines, "BIAS": bias is not None, "ADD": residual is not None}
+    sizes |= {"GATED": gated, "ASM": has_assembly(x.dtype), **pdl_args(x.device)}
     optional = weight.scales if offsets is None else offsets, weight.scales if bias is None else bias, addend
     _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs),)](
         x,

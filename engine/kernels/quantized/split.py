@@ -54,6 +54,7 @@ def _split_kernel(
     TOTAL: tl.constexpr,
     SPLIT: tl.constexpr,  # parts of K
     STAGES: tl.constexpr,
+    LINES: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
@@ -66,9 +67,9 @@ def _split_kernel(
     even_k: tl.constexpr = K == ROW * TOTAL and ROW % (BK * SPLIT) == 0
     m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
     m_ok, n_ok = m < rows, n < N
-    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, LINES, PDL)
     if GATED:
-        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, LINES, PDL)
     wait_for_previous(PDL)
     first = tl.arange(0, SPLIT)[:, None, None] * (steps * BK)  # first word of each part
     n3, n3_ok = n[None, :, None], n_ok[None, :, None]
@@ -152,8 +153,8 @@ def split_product(
     sizes |= {"SCALE": str(weight.scale_dtype).removeprefix("torch."), "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": tile.words, "TOTAL": total, "SPLIT": tile.warps}
-    sizes |= {"STAGES": tile.stages, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
-    sizes |= {"ASM": has_assembly(x.dtype), **pdl_args(x.device)}
+    sizes |= {"STAGES": tile.stages, "LINES": tile.lines, "BIAS": bias is not None, "ADD": residual is not None}
+    sizes |= {"GATED": gated, "ASM": has_assembly(x.dtype), **pdl_args(x.device)}
     optional = weight.scales if offsets is None else offsets, weight.scales if bias is None else bias, addend
     _split_kernel[(triton.cdiv(n, tile.outputs),)](
         x,
