@@ -15,7 +15,6 @@ from engine.kernels.quantized.activations import LARGEST, quantize
 from engine.kernels.quantized.choice import choose
 from engine.kernels.quantized.dequantize import dequantize
 from engine.kernels.quantized.device_weight import DeviceWeight, prepare
-from engine.kernels.quantized.gemv import can_gemv
 from engine.kernels.quantized.linear import quantized_linear
 from engine.kernels.quantized.product import Tile
 from engine.kernels.quantized.split import can_split, split_product
@@ -107,9 +106,7 @@ def test_products(name, dtype, device, gen):
     check(weight, prepared, 19, "residual", MANY, gen)
     check(weight, prepared, 5, "gated", MANY._replace(scaled=dtype != torch.float32), gen)
     check(weight, prepared, 4, "residual", "scratch", gen)
-    if can_gemv(prepared):
-        for end in ("norm", "gated", "residual"):
-            check(weight, prepared, 1, end, "gemv", gen)
+    check(weight, prepared, 5, "gated", MANY._replace(splits=3), gen)
 
 
 @pytest.mark.parametrize("name", ["int4-group-32", "int8-group-64-zeros-order", "fp8-blocks"])
@@ -142,8 +139,7 @@ def test_every_number_of_rows_has_a_method(name, device, gen):
     prepared = prepare(random_weight(name, gen, device), torch.float32)
     for rows in (1, 2, 17, 100, 5000):
         method = choose(prepared, rows)
-        assert method != "gemv" or (rows == 1 and can_gemv(prepared))
-        assert method != "wide"  # the weights of this file do not quantise their inputs
+        assert method == "scratch" if rows == 5000 else isinstance(method, Tile)
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8], ids=["fp8", "int8"])

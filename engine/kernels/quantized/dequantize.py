@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -69,9 +71,12 @@ def dequantize(weight: DeviceWeight, out: Tensor | None = None) -> Tensor:
     numbers = weight.numbers if weight.kind == "int4" else weight.numbers.view(torch.uint8)
     bk = weight.width
     constant = -(FIXED_ZERO + magic(weight.compute)) if weight.kind == "int4" else 0
-    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
+    sizes: dict[str, Any] = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
     sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
-    sizes |= {"SCALE": str(weight.scale_dtype).removeprefix("torch."), "OFFSETS": constant if weight.offsets is None else 1}
+    sizes |= {
+        "SCALE": str(weight.scale_dtype).removeprefix("torch."),
+        "OFFSETS": constant if weight.offsets is None else 1,
+    }
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BN": 32, "BK": bk, "TOTAL": total, "ASM": has_assembly(weight.compute), **pdl_args(out.device)}
     grid = triton.cdiv(n, 32) * triton.cdiv(numbers.shape[1], bk)

@@ -12,6 +12,8 @@ There are no atomics, and a row's result does not depend on the other rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -148,7 +150,7 @@ def split_product(
     numbers = weight.numbers if weight.kind == "int4" else weight.numbers.view(torch.uint8)
     offsets, addend = weight.offsets, x if residual is None else residual
     constant = -(FIXED_ZERO + magic(x.dtype)) if weight.kind == "int4" else 0
-    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
+    sizes: dict[str, Any] = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
     sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
     sizes |= {"SCALE": str(weight.scale_dtype).removeprefix("torch."), "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}

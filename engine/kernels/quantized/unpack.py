@@ -159,21 +159,19 @@ def _int8(numbers, offset):
 
 @triton.jit
 def _fp8(codes, HALF: tl.constexpr):
-    """Converts e4m3 bytes to float16 (HALF) or bfloat16."""
+    """Converts e4m3 bytes to float16 (HALF) or bfloat16. The byte permutation fills the upper byte with the sign."""
     if HALF:
         result = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, s, t, up, zero;
+            .reg .b32 a, b, up, zero;
             mov.b32 up, 0x5C005C00;
             mov.b32 zero, 0x80008000;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.b32 s, a, 1;
-            shr.b32 t, b, 1;
-            and.b32 s, s, 0x3F803F80;
-            and.b32 t, t, 0x3F803F80;
-            lop3.b32 a, a, 0x80008000, s, 0xEA;
-            lop3.b32 b, b, 0x80008000, t, 0xEA;
+            prmt.b32 a, $2, 0, 0x9180;
+            prmt.b32 b, $2, 0, 0xB3A2;
+            shl.b32 a, a, 7;
+            shl.b32 b, b, 7;
+            and.b32 a, a, 0xBF80BF80;
+            and.b32 b, b, 0xBF80BF80;
             fma.rn.f16x2 $0, a, up, zero;
             fma.rn.f16x2 $1, b, up, zero;
             }""",
@@ -186,17 +184,15 @@ def _fp8(codes, HALF: tl.constexpr):
     else:
         result = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, s, t, up, zero;
+            .reg .b32 a, b, up, zero;
             mov.b32 up, 0x7B807B80;
             mov.b32 zero, 0x80008000;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.b32 s, a, 4;
-            shr.b32 t, b, 4;
-            and.b32 s, s, 0x07F007F0;
-            and.b32 t, t, 0x07F007F0;
-            lop3.b32 a, a, 0x80008000, s, 0xEA;
-            lop3.b32 b, b, 0x80008000, t, 0xEA;
+            prmt.b32 a, $2, 0, 0x9180;
+            prmt.b32 b, $2, 0, 0xB3A2;
+            shl.b32 a, a, 4;
+            shl.b32 b, b, 4;
+            and.b32 a, a, 0x87F087F0;
+            and.b32 b, b, 0x87F087F0;
             fma.rn.bf16x2 $0, a, up, zero;
             fma.rn.bf16x2 $1, b, up, zero;
             }""",
