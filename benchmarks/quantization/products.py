@@ -44,7 +44,8 @@ TILES4: dict[int, list[dict[str, Any]]] = {
     8: [
         {"rows": 8, "outputs": 16, "words": 128, "warps": 4, "stages": 2, "split": True},
         {"rows": 8, "outputs": 16, "words": 128, "warps": 4, "stages": 2, "split": True, "lines": 16},
-        {"rows": 8, "outputs": 32, "words": 128, "warps": 4, "stages": 2, "split": True, "lines": 16},
+        {"rows": 8, "outputs": 16, "words": 128, "warps": 4, "stages": 2, "split": True, "sums": True},
+        {"rows": 8, "outputs": 32, "words": 128, "warps": 4, "stages": 2, "split": True},
         {"rows": 8, "outputs": 64, "words": 128, "warps": 4, "stages": 3, "lines": 16},
         {"rows": 8, "outputs": 64, "words": 128, "warps": 4, "stages": 3, "splits": 4},
     ],
@@ -52,22 +53,25 @@ TILES4: dict[int, list[dict[str, Any]]] = {
         {"rows": 16, "outputs": 16, "words": 128, "warps": 4, "stages": 2, "split": True},
         {"rows": 16, "outputs": 64, "words": 128, "warps": 4, "stages": 3},
         {"rows": 16, "outputs": 64, "words": 128, "warps": 4, "stages": 2, "splits": 4},
-        {"rows": 16, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4},
+        {"rows": 16, "outputs": 16, "words": 128, "warps": 4, "stages": 2, "split": True, "sums": True},
+        {"rows": 16, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4, "sums": True},
     ],
     32: [
         {"rows": 32, "outputs": 64, "words": 128, "warps": 4, "stages": 3},
         {"rows": 32, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4},
-        {"rows": 32, "outputs": 64, "words": 128, "warps": 4, "stages": 2, "splits": 4},
+        {"rows": 32, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4, "sums": True},
     ],
     64: [
         {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3},
         {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4},
-        {"rows": 64, "outputs": 64, "words": 32, "warps": 4, "stages": 3, "splits": 4},
+        {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4, "sums": True},
+        {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "sums": True},
     ],
     128: [
         {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 2},
         {"rows": 128, "outputs": 64, "words": 32, "warps": 4, "stages": 3, "splits": 4},
-        {"rows": 128, "outputs": 64, "words": 32, "warps": 4, "stages": 3, "scaled": True, "splits": 4},
+        {"rows": 128, "outputs": 64, "words": 64, "warps": 4, "stages": 2, "splits": 4, "sums": True},
+        {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "sums": True},
     ],
     256: [
         {"rows": 128, "outputs": 64, "words": 32, "warps": 4, "stages": 3, "splits": 2},
@@ -268,6 +272,8 @@ def check(began: float, limit_s: float) -> int:
             for rows, method in (
                 (5, Tile(8, 16, 128, 4, 2, True)),
                 (60, Tile(64, 64, 64, 4, 3, splits=4)),
+                (6, Tile(8, 16, 128, 4, 2, True, sums=True)),
+                (60, Tile(64, 64, 64, 4, 3, splits=4, sums=True)),
                 (300, Tile(128, 128, 32, 8, 2, False, True)),
                 (200, "wide"),
                 (50, Tile(64, 64, 64, 4, 3)),
