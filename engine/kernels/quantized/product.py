@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     split: the warps have parts of K, see split.py.
     scaled: the scales of groups multiply 4-bit numbers, which costs one rounding of each weight, not their sums.
     splits: parts of K that are computed by different programs. Their float32 results are added by another kernel.
-    sums: 4-bit numbers keep the offset of their conversion. The tensor cores also sum the inputs of a group, and the sum
+    sums: 4-bit numbers keep the offset of their conversion. The tensor cores also sum the inputs of a group; the sum
         times the offset is subtracted. This saves an instruction for two numbers, and costs products with ones.
     lines: 128-byte lines of each row that a program brings to the L2 cache before it waits for the kernel before it.
     """

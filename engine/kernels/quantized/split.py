@@ -95,7 +95,9 @@ def _split_kernel(
             at = n3 // BLOCK_ROWS * SCALE_N + first * 0
             if GROUP > 0:
                 at += tl.minimum((start + k) // GROUP, (K - 1) // GROUP) * SCALE_G
-            acc = accumulate(acc, w, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, SUMS, ASM)
+            acc = accumulate(
+                acc, w, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, SUMS, ASM
+            )
             if GATED:
                 at += N // BLOCK_ROWS * SCALE_N
                 acc_up = accumulate(
@@ -156,7 +158,13 @@ def split_product(
     sizes |= {"SCALE": str(weight.scale_dtype).removeprefix("torch."), "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": tile.words, "TOTAL": total, "SPLIT": tile.warps}
-    sizes |= {"STAGES": tile.stages, "LINES": tile.lines, "SUMS": tile.sums, "BIAS": bias is not None, "ADD": residual is not None}
+    sizes |= {
+        "STAGES": tile.stages,
+        "LINES": tile.lines,
+        "SUMS": tile.sums,
+        "BIAS": bias is not None,
+        "ADD": residual is not None,
+    }
     sizes |= {"GATED": gated, "ASM": has_assembly(x.dtype), **pdl_args(x.device)}
     optional = weight.scales if offsets is None else offsets, weight.scales if bias is None else bias, addend
     _split_kernel[(triton.cdiv(n, tile.outputs),)](
