@@ -83,8 +83,6 @@ def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> t
 def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """Returns the spec of a parsed config.json, with the end-of-sequence tokens of both files."""
     name = decoder_architecture(config)
-    if config.get("quantization_config"):
-        raise ConfigError(f"quantised weights are not supported ({name} with quantization_config)")
     if name not in ARCHITECTURES:
         raise NotNative(f"{name} has no native code; native are {', '.join(ARCHITECTURES)}", field="model")
     activation = config.get("hidden_act") or "silu"
