@@ -82,9 +82,11 @@ def save_reference(directory: Path, case: dict[str, Any], **save: Any) -> Any:
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(TINY | case)), dtype=torch.float32).eval()
     with torch.no_grad():  # sharper than the default initialisation, so that an error in a mask or norm shows
-        for parameter in [*model.parameters(), *model.buffers()]:
-            if parameter.dtype == torch.float32 and parameter.ndim and not parameter.isinf().any():
-                parameter.normal_(0.0, 0.2).add_(1.0 if parameter.ndim == 1 else 0.0)
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2).add_(1.0 if parameter.ndim == 1 else 0.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(directory, **save)
     return model
 
