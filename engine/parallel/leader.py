@@ -124,6 +124,7 @@ class TensorParallelBuilder(EngineBuilder):
                 revision=revision,
                 load_format=config.load_format,
                 weights_seed=config.weights_seed,
+                weights=config.weights,
                 threads=config.threads_per_rank,
             )
         rank_group.receive()

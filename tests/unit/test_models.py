@@ -194,7 +194,6 @@ def test_whole_floats_count_as_integers() -> None:
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM has no native code"),
         ({"architectures": ["BertForMaskedLM"]}, "only text decoders"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from common.errors import ConfigError
-from engine.models.spec.fields import NotNative, flag, integer, number
+from engine.models.spec.fields import NotNative, flag, integer, number, uses_mxfp4
 from engine.models.spec.model import MoeSpec
 from engine.models.spec.rope import RopeDefaults
 
@@ -117,8 +117,7 @@ def _gpt_oss(config: Config, layers: int) -> MoeSpec:
     if (number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
         raise NotNative("swiglu_alpha other than 1.702 and swiglu_limit other than 7 are not supported")
     options: dict[str, Any] = dict.fromkeys(("router_bias", "gate_up_bias", "down_bias"), True)
-    mxfp4 = bool(config.get("quantization_config"))
-    return _moe(config, (True,) * layers, 128, 4, activation="gpt_oss", mxfp4=mxfp4, **options)
+    return _moe(config, (True,) * layers, 128, 4, activation="gpt_oss", mxfp4=uses_mxfp4(config), **options)
 
 
 def _moe(
@@ -163,7 +162,7 @@ class Family:
     sinks: bool = False
     multipliers: bool = False  # config.json has multipliers of embedding, attention, residual stream and logits.
     extra_layers: str | None = None  # Field with the number of layers for multi-token prediction.
-    quantized: tuple[str, ...] = ()  # Supported values of quant_method in `quantization_config`.
+    mxfp4: bool = False  # The experts may be in MXFP4.
 
 
 _GPT_OSS_YARN = {
@@ -207,7 +206,7 @@ FAMILIES = {
         rope=RopeDefaults(theta=150000.0, scaling=_GPT_OSS_YARN),
         moe=_gpt_oss,
         sinks=True,
-        quantized=("mxfp4",),
+        mxfp4=True,
     ),
 }
 ARCHITECTURES = tuple(FAMILIES)
