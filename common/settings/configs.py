@@ -146,7 +146,7 @@ class EngineSettings(Settings, section="Engine"):
     expert_parallel: bool = setting(
         kinds.BOOL,
         False,
-        "Give each rank whole experts of a mixture of experts; default: a part of every expert, if their size allows it",
+        "Give each rank whole experts of a mixture of experts; default: a part of each expert, if their size allows it",
         also=("enable_expert_parallel",),
     )
 

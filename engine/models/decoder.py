@@ -19,7 +19,7 @@ from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
-from engine.models.moe import MoE
+from engine.models.moe import Experts, MoE
 from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
 from engine.models.spec import ModelSpec
 from engine.quantization.scheme import Quantization
@@ -91,10 +91,10 @@ class Decoder(nn.Module):
             self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps)
             own_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
             self.head = self.embedding if spec.tie_word_embeddings else own_head
+            self.capturable = device.type == "cuda" if fused is None else fused
             if quantization is not None:
                 self._set_schemes(quantization)
         allocate(self, device, dtype)
-        self.capturable = device.type == "cuda" if fused is None else fused
         self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce)
 
     def _set_schemes(self, quantization: Quantization) -> None:
@@ -113,6 +113,11 @@ class Decoder(nn.Module):
             linear.scheme = schemes[first]
             if linear.scheme is not None and linear is not self.head:  # the head is dequantised when it is loaded
                 linear.weight = nn.Parameter(torch.empty(0))
+        for prefix, experts in self.experts():
+            schemes = {prefix + name: quantization.scheme_of(prefix + name) for name in experts.projection_names()}
+            # int8 is for products of oneDNN with one matrix, so experts keep their dtype.
+            if schemes and not all(s and s.layout == "load" and s.kind == "int8" for s in schemes.values()):
+                experts.set_scheme(schemes, keep_fp8=self.capturable)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yields the linear layers, each with the prefix of its names in the checkpoint."""
@@ -122,6 +127,12 @@ class Decoder(nn.Module):
                     yield f"model.layers.{index}.", module
         if isinstance(self.head, Linear):
             yield "", self.head
+
+    def experts(self) -> Iterator[tuple[str, Experts]]:
+        """Yields the experts of the layers, each with the prefix of its names in the checkpoint."""
+        for index, layer in enumerate(self.layer_list):
+            if isinstance(layer.mlp, MoE):
+                yield f"model.layers.{index}.", layer.mlp.experts
 
     def place(self, linear: Linear, weight: QuantizedWeight) -> None:
         """Gives a layer with a scheme its weight."""

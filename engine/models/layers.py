@@ -213,11 +213,11 @@ def _of_heads(order: Tensor, heads: int) -> Tensor:
 def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replaces parameters on the meta device by uninitialised ones without gradients on `device`.
 
-    Floating-point parameters get the dtype, except those that their module names in `float32_parameters`.
+    float32 parameters get the dtype, except those that their module names in `float32_parameters`.
     """
     # Not to_empty: torch's copy of a meta tensor imports modules for a second.
     model._apply(  # type: ignore[no-untyped-call]
-        lambda p: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype, device=device)
+        lambda p: torch.empty(p.shape, dtype=dtype if p.dtype == torch.float32 else p.dtype, device=device)
     )
     for module in model.modules():
         for name in getattr(module, "float32_parameters", ()):

@@ -17,7 +17,6 @@ from engine.device import require_memory
 from engine.models import weights
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
-from engine.models.moe import Experts
 from engine.models.ops import AllReduce
 from engine.models.spec import UNSHARDED, ModelSpec, NotNative, Shard, eos_token_ids, parse_spec, read_config
 from engine.quantization.formats import read_quantization
@@ -78,9 +77,8 @@ class ModelSource:
             else:
                 weights.randomize(model, self.seed, shard)
             if device.type == "cpu":
-                for module in model.modules():
-                    if isinstance(module, Experts):
-                        module.dequantize(dtype)
+                for _, experts in model.experts():
+                    experts.dequantize(dtype)
             if quantization is not None:
                 _log.info("weights: %s", quantization.text)
             return model

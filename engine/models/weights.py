@@ -31,8 +31,8 @@ from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.layers import Embedding, Linear, RMSNorm, Sinks, Target
 from engine.models.moe import Experts, Router
-from engine.models.spec.model import MXFP4_GROUP
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
+from engine.models.spec.model import MXFP4_GROUP
 from engine.progress import Progress, progress
 from engine.quantization.at_load import quantize
 from engine.quantization.checkpoint import LayerReader
@@ -93,6 +93,12 @@ def load_weights(
     targets = _decoder_targets(model, shard)
     missing = {name for name, target in targets.items() if target.tensor is not None and not target.replaces}
     unused = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.extra_layers))
+    others = {  # quantised experts of other ranks
+        prefix + name
+        for prefix, experts in model.experts()
+        if experts.scheme is not None and len(experts.gate_up) < experts.num_experts
+        for name in experts.projection_names()
+    }
     only_pickled(model_dir)
     total = sum(file.stat().st_size for file in _files(model_dir))
     device = model.embedding.weight.device
@@ -103,7 +109,7 @@ def load_weights(
             key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
             target = targets.get(key)
             if target is None:
-                known = name in read or name.startswith(unused)
+                known = name in read or name.startswith(unused) or name.rpartition(".")[0] in others
                 if not known and not _is_unused(file, name, shard, quantization):
                     raise ConfigError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use")
                 continue
@@ -146,12 +152,19 @@ def _load_quantized(model: Decoder, model_dir: Path, shard: Shard, loaded: Progr
             for name, outputs in linear.parts.items():
                 sizes = outputs * across, linear.in_features * along
                 weight = LayerReader(files, prefix + name, *sizes, linear.scheme).weight()
-                parts.append(_part_of(weight, linear, outputs, shard))
+                weight = _part_of(weight, linear, outputs, shard)
+                order = linear.orders.get(name)
+                parts.append(weight if order is None else weight.reordered(order))
             try:
                 model.place(linear, concatenate(parts))
             except ValueError as error:
                 names = " and ".join(prefix + name for name in linear.parts)
                 raise ConfigError(f"{names} cannot be one product: they have {error}", field="model") from error
+        for prefix, experts in model.experts():
+            for projection in experts.projections(shard) if experts.scheme is not None else ():
+                sizes = projection.outputs, projection.inputs
+                weight = LayerReader(files, prefix + projection.name, *sizes, experts.scheme).weight()
+                experts.place(projection, weight)
         return files.read_names
 
 
@@ -202,6 +215,8 @@ def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
             if isinstance(module, Linear) and isinstance(model, Decoder) and parameter.numel() == 0:
                 _randomize_quantized(f"{path}.{kind}", module, model, seed, shard)
                 continue
+            if isinstance(module, Experts) and module.scheme is not None:
+                continue
             shape = _whole_shape(module, kind, parameter, shard)
             if shape == list(parameter.shape):
                 _randomize(f"{path}.{kind}", parameter, seed)
@@ -209,6 +224,17 @@ def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
             whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
             _randomize(f"{path}.{kind}", whole, seed)
             parameter.copy_(rank_part(module, kind, whole, shard))
+        if isinstance(module, Experts) and module.scheme is not None:
+            _randomize_experts(path, module, seed, shard)
+
+
+def _randomize_experts(path: str, experts: Experts, seed: int, shard: Shard) -> None:
+    """Quantises random weights. Each projection of an expert has its own stream."""
+    assert experts.scheme is not None
+    for projection in experts.projections(shard):
+        whole = torch.empty(projection.outputs, projection.inputs, device=experts.gate_up.device)
+        _randomize(f"{path}.{projection.name}", whole, seed)
+        experts.place(projection, quantize(whole, experts.scheme))
 
 
 def _whole_shape(module: nn.Module, kind: str, parameter: Tensor, shard: Shard) -> list[int]:

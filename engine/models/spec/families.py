@@ -144,6 +144,9 @@ def _moe(
     return spec
 
 
+_USUAL_ROPE = RopeDefaults()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """An architecture. The defaults are Llama's."""
@@ -157,7 +160,7 @@ class Family:
     head_dim: int | None = None  # Default of the field. None: the hidden size over the heads.
     norm_eps: float = 1e-6  # Default of the field rms_norm_eps.
     windows: Callable[[Config, int], Windows] = _no_windows
-    rope: RopeDefaults = RopeDefaults()
+    rope: RopeDefaults = _USUAL_ROPE
     moe: Callable[[Config, int], MoeSpec] | None = None  # Its experts by config.json and number of layers.
     sinks: bool = False
     multipliers: bool = False  # config.json has multipliers of embedding, attention, residual stream and logits.
