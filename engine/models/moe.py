@@ -69,7 +69,7 @@ class Router(nn.Module):
         correction: float32 [experts] or None, added to the scores for the choice only.
     """
 
-    float32_parameters = ("correction",)
+    float32_parameters: tuple[str, ...] = ("correction",)
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
