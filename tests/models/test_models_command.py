@@ -26,7 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "encoder": (LLAMA | {"architectures": ["BertModel"]}, "not served: model architecture BertModel is not supported"),
     "state": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2},
-        "not served: MambaForCausalLM of transformers is not supported: its layers keep state other than keys and",
+        "not served: MambaForCausalLM is not supported: its layers keep state other than keys and",
     ),
 }
 

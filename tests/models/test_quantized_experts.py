@@ -68,7 +68,7 @@ def experts_of(directory: Path, shard: Shard, *, fused: bool) -> Experts:
         names = experts.projection_names()
         experts.set_scheme({name: source.quantization.scheme_of(prefix + name) for name in names}, keep_fp8=True)
         for kind in experts.float32_parameters:
-            setattr(experts, kind, torch.nn.Parameter(torch.empty(getattr(experts, kind).shape)))
+            setattr(experts, kind, torch.nn.Parameter(torch.empty(getattr(experts, kind).shape), requires_grad=False))
         weights.load_weights(model, directory, source.spec, shard, source.quantization)  # type: ignore[arg-type]
     return next(model.experts())[1]
 

@@ -89,4 +89,3 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         max_position=rope.max_position(max_position),
         eos_token_ids=eos_token_ids(config, generation or {}),
     )
-
