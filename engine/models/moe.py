@@ -36,9 +36,8 @@ class ExpertNames(NamedTuple):
     router: str
     gate_up: str  # All experts stacked: [experts, 2 * I, hidden].
     down: str  # All experts stacked: [experts, hidden, I].
-    each: tuple[str, str, str] | None = (
-        None  # gate, up and down of one expert, `{}` for its number. None: no such names.
-    )
+    #: gate, up and down of one expert, `{}` for its number. None: a checkpoint has the experts stacked only.
+    each: tuple[str, str, str] | None = None
     #: gpt-oss: the stacked weights are transposed, and gate and up are the even and odd columns of gate_up.
     interleaved: bool = False
 
