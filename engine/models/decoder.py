@@ -1,4 +1,4 @@
-"""The decoder of the Llama family. Llama, SmolLM2, Mistral, Qwen2 and Qwen3 differ only in flags of their spec.
+"""The decoder of the Llama family, with an MLP or a mixture of experts in each layer. Models differ in their spec.
 
 The tokens of all sequences of a step form one flat dimension T. q, k and v are one GEMM; gate and up are one GEMM.
 The LM head, and the last layer after its attention, run only for the requested rows. If few rows are requested,
@@ -17,6 +17,7 @@ from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
+from engine.models.moe import MoE
 from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
 from engine.models.spec import ModelSpec
 
@@ -27,14 +28,18 @@ MIN_TOKENS_PER_ROW = 128
 
 
 class Layer(nn.Module):
-    """Decoder layer: attention and MLP, each with a norm before it and a residual add after it."""
+    """Decoder layer `index`: attention and MLP or experts, each with a norm before it and a residual add after it."""
 
-    def __init__(self, spec: ModelSpec, window: int | None) -> None:
+    def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm("input_layernorm", spec.hidden_size, spec.norm_eps)
-        self.attention = Attention(spec, window)
+        self.attention = Attention(spec, spec.windows[index])
         self.mlp_norm = RMSNorm("post_attention_layernorm", spec.hidden_size, spec.norm_eps)
-        self.mlp = MLP(spec)
+        self.mlp: MLP | MoE
+        if spec.moe is not None and spec.has_experts(index):
+            self.mlp = MoE(spec, spec.moe)
+        else:
+            self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, cache: LayerKV, ops: TorchOps, attend: AttentionFn, rows: Tensor | None) -> Tensor:
         """Returns the residual stream after this layer, of all tokens or of `rows`. Overwrites x."""
@@ -43,6 +48,8 @@ class Layer(nn.Module):
         if rows is not None:
             x, attended = x[rows], attended[rows]
         x = ops.add_linear(x, attended, self.attention.out)
+        if isinstance(self.mlp, MoE):
+            return ops.add_experts(x, self.mlp_norm, self.mlp)
         gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
         return ops.add_linear(x, gated, self.mlp.down)
 
@@ -74,7 +81,7 @@ class Decoder(nn.Module):
         self.spec = spec
         with torch.device("meta"):
             self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
-            self.layers = nn.ModuleList(Layer(spec, window) for window in spec.windows)
+            self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
             self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps)
             own_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
             self.head = self.embedding if spec.tie_word_embeddings else own_head
@@ -107,6 +114,8 @@ class Decoder(nn.Module):
     def _run_body(self, tokens: Tensor, context: ForwardContext, attend: AttentionFn) -> Tensor:
         """Returns the residual stream [T, hidden] before the last layer."""
         x = F.embedding(tokens, self.embedding.weight)
+        if self.spec.embedding_multiplier != 1.0:
+            x.mul_(self.spec.embedding_multiplier)
         for index, layer in enumerate(self.layer_list):
             if context.layer_hook is not None:
                 context.layer_hook(index, x)
@@ -118,7 +127,8 @@ class Decoder(nn.Module):
         return rms_norm_torch(hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._ops.logits(hidden, self.norm, self.head)
+        logits = self._ops.logits(hidden, self.norm, self.head)
+        return logits if self.spec.logits_divisor == 1.0 else logits.div_(self.spec.logits_divisor)
 
     def pack(self, *, keep_head: bool) -> None:
         """Packs the loaded weights if the device is a CPU that can use them, see `cpu_weights.pack`."""

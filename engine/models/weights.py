@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,9 @@ from common.model.directory import directory_name
 from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
-from engine.models.layers import Embedding, Linear, RMSNorm
+from engine.models.layers import Embedding, Linear, RMSNorm, Sinks, Target
+from engine.models.moe import Experts, Router
+from engine.models.spec.model import MXFP4_GROUP
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
 from engine.progress import progress
 
@@ -37,14 +39,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SAMPLES, _SAMPLE_BYTES = 16, 256  # The revision hashes this many samples of each tensor, of this size.
 
 
-class Target(NamedTuple):
-    """The destination of a checkpoint tensor."""
-
-    tensor: Tensor  # A parameter, or its part of a joined parameter.
-    split: int | None  # Dimension in which ranks split the checkpoint tensor. None: every rank has all of it.
-
-
-def checkpoint_targets(root: nn.Module, prefix: str = "") -> dict[str, Target]:
+def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARDED) -> dict[str, Target]:
     """Returns the destination of each tensor of a module and its submodules, by its name without the prefix."""
     targets: dict[str, Target] = {}
     for module in root.modules():
@@ -52,14 +47,21 @@ def checkpoint_targets(root: nn.Module, prefix: str = "") -> dict[str, Target]:
             for kind, parameter in module.named_parameters(recurse=False):
                 parts = torch.split(parameter, list(module.parts.values()))
                 for name, part in zip(module.parts, parts, strict=True):
-                    targets[f"{prefix}{name}.{kind}"] = Target(part, _split_dim(module, kind))
+                    order = module.orders.get(name)
+                    targets[f"{prefix}{name}.{kind}"] = Target(part, _split_dim(module, kind), order)
+        elif isinstance(module, Sinks):
+            (name,) = module.parts
+            targets[f"{prefix}{name}"] = Target(module.weight, module.split)
+        elif isinstance(module, Experts | Router):
+            found = module.targets(shard) if isinstance(module, Experts) else module.targets()
+            targets |= {f"{prefix}{name}": target for name, target in found}
     return targets
 
 
-def _decoder_targets(model: Decoder) -> dict[str, Target]:
+def _decoder_targets(model: Decoder, shard: Shard) -> dict[str, Target]:
     parts: list[tuple[nn.Module, str]] = [(module, "") for module in (model.embedding, model.norm, model.head)]
     parts += [(layer, f"model.layers.{index}.") for index, layer in enumerate(model.layer_list)]
-    return {name: target for part in parts for name, target in checkpoint_targets(*part).items()}
+    return {name: target for part in parts for name, target in checkpoint_targets(*part, shard).items()}
 
 
 def _split_dim(module: nn.Module, kind: str) -> int | None:
@@ -70,8 +72,9 @@ def _split_dim(module: nn.Module, kind: str) -> int | None:
 
 def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = UNSHARDED) -> None:
     """Loads this rank's part (`shard`) of a checkpoint of the whole model `spec` into `model`, in the model's dtype."""
-    targets = _decoder_targets(model)
-    missing = set(targets)
+    targets = _decoder_targets(model, shard)
+    missing = {name for name, target in targets.items() if target.tensor is not None and not target.replaces}
+    unused = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.extra_layers))
     only_pickled(model_dir)
     total = sum(file.stat().st_size for file in _files(model_dir))
     with progress(f"loading {directory_name(model_dir)}", total / 1e9, "GB") as loaded:
@@ -81,14 +84,17 @@ def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard 
             target = targets.get(key)
             if target is None:
                 # Only rank 0 computes logits.
-                if not (name == HEAD and shard.rank > 0) and not name.endswith("rotary_emb.inv_freq"):
+                known = name.endswith("rotary_emb.inv_freq") or name.startswith(unused)
+                if not known and not (name == HEAD and shard.rank > 0):
                     raise ConfigError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use")
+                continue
+            if target.tensor is None:
                 continue
             tensor = _read(file, name, target, shard)
             loaded.advance(tensor.nbytes / 1e9)
-            if key in missing:
+            if key in missing or target.replaces:
                 target.tensor.copy_(tensor)
-                missing.discard(key)
+                missing -= {key, *target.replaces}
             elif not torch.equal(target.tensor, tensor.to(target.tensor.dtype)):
                 tie = f"; tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ" if key == EMBEDDING else ""
                 raise ConfigError(f"the checkpoint has {key} twice, with different numbers{tie}")
@@ -98,21 +104,25 @@ def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard 
 
 def _read(file: Any, name: str, target: Target, shard: Shard) -> Tensor:
     """Reads this rank's part of a tensor, and no other bytes. Raises ConfigError if it does not fit the target."""
+    assert target.tensor is not None
     part, split = file.get_slice(name), target.split
-    shape, expected = list(part.get_shape()), list(target.tensor.shape)
+    shape, expected = list(part.get_shape()), list(target.shape or target.tensor.shape)
     if split is not None:
         expected[split] *= shard.size
     if shape != expected:
         raise ConfigError(f"{name} has shape {tuple(shape)}, the config says {tuple(expected)}")
-    if split is None or shard.size == 1:
-        tensor: Tensor = file.get_tensor(name)
+    if target.read is not None:
+        tensor: Tensor = target.read(part)
+    elif split is None or shard.size == 1:
+        tensor = file.get_tensor(name)
     else:
         width = target.tensor.shape[split]
         span = slice(shard.rank * width, (shard.rank + 1) * width)
         tensor = part[span] if split == 0 else part[:, span]
-    if not torch.is_floating_point(tensor):
-        raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point weights are supported")
-    return tensor
+    if torch.is_floating_point(tensor) != torch.is_floating_point(target.tensor):
+        needed = "floating-point weights" if torch.is_floating_point(target.tensor) else f"{target.tensor.dtype}"
+        raise ConfigError(f"{name} has dtype {tensor.dtype}; only {needed} are supported")
+    return tensor if target.order is None else tensor[target.order.to(tensor.device)]
 
 
 def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
@@ -123,35 +133,52 @@ def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
     """
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
-            split = _split_dim(module, kind)
-            if split is None or shard.size == 1:
+            shape = _whole_shape(module, kind, parameter, shard)
+            if shape == list(parameter.shape):
                 _randomize(f"{path}.{kind}", parameter, seed)
                 continue
-            shape = list(parameter.shape)
-            shape[split] *= shard.size
             whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
             _randomize(f"{path}.{kind}", whole, seed)
             parameter.copy_(rank_part(module, kind, whole, shard))
 
 
+def _whole_shape(module: nn.Module, kind: str, parameter: Tensor, shard: Shard) -> list[int]:
+    """Returns the shape of a parameter in the whole model."""
+    if isinstance(module, Experts):
+        return module.whole_shape(kind, shard)
+    shape, split = list(parameter.shape), _split_dim(module, kind)
+    if split is not None:
+        shape[split] *= shard.size
+    return shape
+
+
 def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tensor:
     """Returns the part of the whole model's parameter `kind` that belongs to `module`, the module of this rank."""
+    if isinstance(module, Experts):
+        return module.rank_part(kind, whole, shard)
     split = _split_dim(module, kind)
     if split is None:
         return whole
-    assert isinstance(module, Linear)
+    assert isinstance(module, Linear | RMSNorm | Sinks)
     joined = module.parts.values() if split == 0 else [module.in_features]
     parts = torch.split(whole, [width * shard.size for width in joined], split)
     return torch.cat([part.chunk(shard.size, split)[shard.rank] for part in parts], split)
 
 
 def _randomize(name: str, parameter: Tensor, seed: int) -> None:
-    if parameter.ndim == 1:
-        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    if parameter.ndim == 1 or name.endswith("bias"):
+        parameter.fill_(0.0 if name.endswith(("bias", "correction")) else 1.0)
         return
     stream = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(stream))
-    parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+    inputs = parameter.shape[-1]
+    if parameter.dtype == torch.uint8:
+        if name.endswith("scales"):  # The numbers of 4 bits have a mean square of 8.6.
+            parameter.fill_(127 - round(math.log2(8.6 * inputs * MXFP4_GROUP) / 2))
+        else:
+            parameter.random_(0, 256, generator=generator)
+        return
+    parameter.normal_(0.0, 1 / math.sqrt(inputs), generator=generator)
 
 
 def digest(text: str) -> str:
