@@ -182,8 +182,8 @@ def _sum_kernel(
     y = tl.zeros([BN], tl.float32)
     for slot in tl.static_range(TOPK):
         e = tl.load(experts + token * TOPK + slot) - first
-        here = (e >= 0) & (e < local)
-        y += tl.load(parts + (token * TOPK + slot) * N + n, mask=ok & here, other=0.0).to(tl.float32)
+        width = tl.where((e >= 0) & (e < local), N, 0)
+        y += tl.load(parts + (token * TOPK + slot) * N + n, mask=n < width, other=0.0).to(tl.float32)
     if ADD:
         y += tl.load(residual + token * residual_row + n, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + token * out_row + n, y.to(out.dtype.element_ty), mask=ok)

@@ -120,13 +120,12 @@ def _gate_up_kernel(
     copy = tl.program_id(1)
     token = copy // TOPK
     n = tl.program_id(0) * R + tl.arange(0, R)
-    n_ok = n < I
     wait_for_previous(PDL)
     rank, _ = select_experts(
         logits + token * E, correction, E, EP, TOPK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, CORRECTED
     )
     expert = tl.sum(tl.where(rank == copy % TOPK, tl.arange(0, EP), 0), 0).to(tl.int64) - first
-    n_ok = n_ok & (expert >= 0) & (expert < local)
+    n_ok = n < tl.where((expert >= 0) & (expert < local), I, 0)
     row: tl.constexpr = BK // 32 if KIND == MXFP4 else BK
     gate = tl.zeros([R, row], tl.float32)
     up = tl.zeros([R, row], tl.float32)
@@ -170,7 +169,7 @@ def _down_kernel(
         logits + token * E, correction, E, EP, TOPK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, CORRECTED
     )
     expert = tl.sum(tl.where(rank == 0, i, 0), 0).to(tl.int64) - first
-    n_ok = (n < N) & (expert >= 0) & (expert < local)
+    n_ok = n < tl.where((expert >= 0) & (expert < local), N, 0)
     tile, s = _load_tile(w, scales, expert, n, n_ok, 0, N, K, BK, KIND, SN, SK, SROWS, SGROUPS)
     wait_for_previous(PDL)
     row: tl.constexpr = BK // 32 if KIND == MXFP4 else BK
@@ -179,14 +178,14 @@ def _down_kernel(
     for slot in tl.static_range(TOPK):
         if slot > 0:
             expert = tl.sum(tl.where(rank == slot, i, 0), 0).to(tl.int64) - first
-            n_ok = (n < N) & (expert >= 0) & (expert < local)
+            n_ok = n < tl.where((expert >= 0) & (expert < local), N, 0)
         share = tl.sum(tl.where(rank == slot, weight, 0.0), 0) * factor
-        here = (expert >= 0) & (expert < local)
+        inputs = tl.where((expert >= 0) & (expert < local), K, 0)
         for start in tl.static_range(0, K, BK):
             if slot + start > 0:
                 tile, s = _load_tile(w, scales, expert, n, n_ok, start, N, K, BK, KIND, SN, SK, SROWS, SGROUPS)
             k = start + tl.arange(0, BK)
-            v = tl.load(x + (token * TOPK + slot) * K + k, mask=(k < K) & here, other=0.0).to(tl.float32)
+            v = tl.load(x + (token * TOPK + slot) * K + k, mask=k < inputs, other=0.0).to(tl.float32)
             acc = _multiply(acc, tile, s, v * share, BK, KIND, NATIVE)
         if BIAS:
             added += share * tl.load(bias + expert * N + n, mask=n_ok, other=0.0).to(tl.float32)
