@@ -64,6 +64,9 @@ class ModelSource:
                     problem = f"{spec.architecture} is computed by transformers, in its dtype only"
                     raise ConfigError(f"weights {self.weights}: {problem}: use --weights auto", field="weights")
                 return load_hf_model(spec, self.model_dir, device, dtype, seed=self.seed)
+            if self.weights != "auto" and spec.moe is not None:
+                problem = f"{spec.architecture} has experts, whose weights stay in the model's dtype"
+                raise ConfigError(f"weights {self.weights}: {problem}: use --weights auto", field="weights")
             model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce)
             if self.seed is None:
                 assert isinstance(self.spec, ModelSpec)
