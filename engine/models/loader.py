@@ -17,7 +17,6 @@ from engine.models import weights
 from engine.models.base import Model, ModelShape
 from engine.models.cpu_weights import quantize
 from engine.models.decoder import Decoder
-from engine.models.moe import Experts
 from engine.models.ops import AllReduce
 from engine.models.spec import UNSHARDED, ModelSpec, NotNative, Shard, eos_token_ids, parse_spec, read_config
 
@@ -73,10 +72,7 @@ class ModelSource:
                 weights.load_weights(model, self.model_dir, self.spec, shard)
             else:
                 weights.randomize(model, self.seed, shard)
-            if device.type == "cpu":
-                for module in model.modules():
-                    if isinstance(module, Experts):
-                        module.dequantize(dtype)
+            model.prepare()
             if self.weights == "int8":
                 quantize(list(model.layers))
             return model

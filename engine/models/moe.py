@@ -233,6 +233,8 @@ class _Spans(NamedTuple):
 class MoE(nn.Module):
     """The feed-forward part of a layer with experts."""
 
+    prepared: Any = None  # The parameters in the form of the GPU's kernels, see `FusedOps.prepare_experts`.
+
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
         self.router, self.experts = Router(spec, moe), Experts(spec, moe)

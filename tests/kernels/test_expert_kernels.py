@@ -114,8 +114,8 @@ def test_mixture(kind, gpt_oss, tokens, max_few, device, gen):
     case = make(kind, device, gen, gpt_oss=gpt_oss)
     hidden = len(case.norm)
     x = torch.randn(tokens, hidden + 3, generator=gen, device=device)[:, :hidden]
-    want = x.double() + 0.5 * case.expected(x)
-    got = mixture(x, case.layer, case.norm, case.eps, residual=x, factor=0.5, max_few=max_few)
+    want = x.double() + case.expected(x)
+    got = mixture(x, case.layer, case.norm, case.eps, residual=x, max_few=max_few)
     assert error(got, want) < 5e-6
     alone = mixture(x, case.layer, case.norm, case.eps, max_few=max_few, out=torch.full_like(got, float("nan")))
     assert error(alone, case.expected(x)) < 5e-6

@@ -29,27 +29,35 @@ def _half(pair, shift: tl.constexpr):
 
 
 @triton.jit
-def _mxfp4_tile(words, scale, BN: tl.constexpr, BK: tl.constexpr, MUL: tl.constexpr):
-    """Unpacks words [BN, BK / 8] with their scales, int32 [BN, BK / 128], to bfloat16 [BN, BK]."""
+def _scaled(pair, factors):
+    """Multiplies both bfloat16 of int32 pairs by those of factors."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factors], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _join_pairs(p0, p1, p2, p3, BN: tl.constexpr, BK: tl.constexpr):
+    """Joins four int32 pairs [BN, BK / 8] to bfloat16 [BN, BK]. A thread keeps its registers."""
+    lows = tl.join(tl.join(_half(p0, 0), _half(p2, 0)), tl.join(_half(p1, 0), _half(p3, 0)))
+    highs = tl.join(tl.join(_half(p0, 16), _half(p2, 16)), tl.join(_half(p1, 16), _half(p3, 16)))
+    return tl.join(lows, highs).reshape(BN, BK)
+
+
+@triton.jit
+def _mxfp4_tile(words, scale, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.constexpr):
+    """Unpacks words [BN, BK / 8] with their scales, int32 [BN, BK / 128]: to bfloat16 [BN, BK], else (slower) fp32."""
     # A scale 2^(s - 127), times 2^126 for the numbers, times 2^-64 for the range.
     shifts = tl.arange(0, 4) * 8
     s = ((scale[:, :, None] >> shifts[None, None, :]) & 0xFF) + 62
     s = s.reshape(BN, BK // 32)[:, :, None].broadcast_to(BN, BK // 32, 4).reshape(BN, BK // 8)
     p0, p1, p2, p3 = unpack_pairs(words)
-    if MUL:
-        f = (s << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        lows = tl.join(
-            tl.join(_half(p0, 0) * f, _half(p2, 0) * f), tl.join(_half(p1, 0) * f, _half(p3, 0) * f)
-        )
-        highs = tl.join(
-            tl.join(_half(p0, 16) * f, _half(p2, 16) * f), tl.join(_half(p1, 16) * f, _half(p3, 16) * f)
-        )
-        tile = tl.join(lows, highs).reshape(BN, BK)
-    else:  # the interpreter has no products of bfloat16
-        lows = tl.join(tl.join(_half(p0, 0), _half(p2, 0)), tl.join(_half(p1, 0), _half(p3, 0)))
-        highs = tl.join(tl.join(_half(p0, 16), _half(p2, 16)), tl.join(_half(p1, 16), _half(p3, 16)))
+    if NATIVE:
+        f = (s << 7) | (s << 23)
+        tile = _join_pairs(_scaled(p0, f), _scaled(p1, f), _scaled(p2, f), _scaled(p3, f), BN, BK)
+    else:
         f = (s << 23).to(tl.float32, bitcast=True)[:, :, None].broadcast_to(BN, BK // 8, 8).reshape(BN, BK)
-        tile = tl.join(lows, highs).reshape(BN, BK).to(tl.float32) * f
+        tile = _join_pairs(p0, p1, p2, p3, BN, BK).to(tl.float32) * f
     return tile
 
 
@@ -94,7 +102,7 @@ def _block_scale(
 
 @triton.jit
 def _grouped_kernel(
-    x, w, scales, bias, weights, order, blocks, out, x_row, factor,
+    x, w, scales, bias, weights, order, blocks, out, x_row,
     N: tl.constexpr, K: tl.constexpr, TOPK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, FIRST: tl.constexpr, BIAS: tl.constexpr,
     GPT_OSS: tl.constexpr, SN: tl.constexpr, SK: tl.constexpr, SROWS: tl.constexpr, SGROUPS: tl.constexpr,
@@ -166,7 +174,7 @@ def _grouped_kernel(
         y = activate(acc, acc_up, GPT_OSS)
         tl.store(out + (begin + m).to(tl.int64)[:, None] * N + n[None, :], y.to(out.dtype.element_ty), mask=mask)
     else:
-        y = acc * (tl.load(weights + copy, mask=m_ok, other=0.0) * factor)[:, None]
+        y = acc * tl.load(weights + copy, mask=m_ok, other=0.0)[:, None]
         tl.store(out + copy.to(tl.int64)[:, None] * N + n[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -225,7 +233,6 @@ def many_rows(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
-    factor: float = 1.0,
     out: Tensor | None = None,
     native: bool = False,
     tiles: tuple[Tile, Tile] | None = None,
@@ -261,7 +268,7 @@ def many_rows(
             scales = scales.view(torch.int32)
         _grouped_kernel[(triton.cdiv(size, bn), copies.max_blocks)](
             source, numbers, scales, source if bias is None else bias, weights, copies.order, copies.blocks, target,
-            source.stride(0), factor,
+            source.stride(0),
             N=size, K=source.shape[1], TOPK=top_k, BM=bm, BN=bn, BK=bk, STAGES=stages, KIND=weight.kind, NATIVE=native,
             FIRST=is_first, BIAS=bias is not None, GPT_OSS=gpt_oss, **weight.scale_args(), **pdl_args(device),
             num_warps=warps,

@@ -67,11 +67,10 @@ def mixture(
     eps: float,
     *,
     residual: Tensor | None = None,
-    factor: float = 1.0,
     out: Tensor | None = None,
     max_few: int = MAX_FEW,
 ) -> Tensor:
-    """Returns residual + factor * experts(norm(x)), [T, hidden]; without a residual, the second addend.
+    """Returns residual + experts(norm(x)), [T, hidden]; without a residual, the second addend.
 
     A CUDA graph can capture this call: nothing waits for the host. With experts of this rank only, the result is the
     partial sum over these.
@@ -80,13 +79,12 @@ def mixture(
         x: [T, hidden], contiguous rows.
         norm: [hidden], weight of the RMSNorm before the experts.
         residual: [T, hidden]; may be x.
-        factor: factor on the sum over experts.
         out: result; may be x or the residual. None allocates it.
         max_few: largest number of copies (tokens x top_k) that `few_rows` computes.
     """
     rule, native, tokens = layer.rule, converts_e4m3(x.device), len(x)
     shared = {"gpt_oss": layer.gpt_oss, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
-    shared |= {"residual": residual, "factor": factor, "out": out, "native": native}
+    shared |= {"residual": residual, "out": out, "native": native}
     if tokens * rule.top_k <= max_few:
         options = shared | {"correction": layer.correction}
         if tokens == 1:

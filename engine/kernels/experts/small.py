@@ -154,7 +154,7 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x, logits, correction, w, scales, bias, residual, out, residual_row, out_row, factor, first, local,
+    x, logits, correction, w, scales, bias, residual, out, residual_row, out_row, first, local,
     N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr,
     SN: tl.constexpr, SK: tl.constexpr, SROWS: tl.constexpr, SGROUPS: tl.constexpr,
@@ -179,7 +179,7 @@ def _down_kernel(
         if slot > 0:
             expert = tl.sum(tl.where(rank == slot, i, 0), 0).to(tl.int64) - first
             n_ok = n < tl.where((expert >= 0) & (expert < local), N, 0)
-        share = tl.sum(tl.where(rank == slot, weight, 0.0), 0) * factor
+        share = tl.sum(tl.where(rank == slot, weight, 0.0), 0)
         inputs = tl.where((expert >= 0) & (expert < local), K, 0)
         for start in tl.static_range(0, K, BK):
             if slot + start > 0:
@@ -220,7 +220,6 @@ def few_rows(
     norm: Tensor | None = None,
     eps: float = 1e-6,
     residual: Tensor | None = None,
-    factor: float = 1.0,
     out: Tensor | None = None,
     native: bool = False,
     tiles: tuple[tuple[int, int, int], tuple[int, int, int]] | None = None,
@@ -250,7 +249,7 @@ def few_rows(
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, r2), tokens)](
         act, logits, corrected, down.numbers, _or(down.scales, logits), _or(down_bias, x), added, out,
-        added.stride(0), out.stride(0), factor, rule.first, local,
+        added.stride(0), out.stride(0), rule.first, local,
         N=hidden, K=inner, R=r2, BK=k2, KIND=down.kind, NATIVE=native, BIAS=down_bias is not None,
         ADD=residual is not None, **down.scale_args(), **routing, num_warps=warps2,
     )  # fmt: skip

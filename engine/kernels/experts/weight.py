@@ -53,15 +53,16 @@ class ExpertWeight:
 
     def scale_args(self) -> dict[str, int]:
         """Returns how a kernel addresses the scales: rows and inputs of a scale, and the sizes of the tensor."""
-        experts, outputs, inputs = self.shape
+        _, outputs, inputs = self.shape
         if self.scales is None:
             return {"SN": 1, "SK": 1, "SROWS": 1, "SGROUPS": 1}
         rows, groups = self.scales.shape[1:]
         if self.kind == MXFP4.value:
             return {"SN": 1, "SK": GROUP, "SROWS": rows, "SGROUPS": groups}
-        return {"SN": -(-outputs // rows), "SK": inputs, "SROWS": rows, "SGROUPS": 1} if groups == 1 else {
-            "SN": FP8_BLOCK,
-            "SK": FP8_BLOCK,
+        in_blocks = rows != outputs or groups > 1
+        return {
+            "SN": FP8_BLOCK if in_blocks else 1,
+            "SK": FP8_BLOCK if groups > 1 else inputs,
             "SROWS": rows,
             "SGROUPS": groups,
         }
