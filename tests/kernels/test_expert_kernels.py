@@ -10,6 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
+from engine.kernels.experts import small
 from engine.kernels.experts.grouped import many_rows
 from engine.kernels.experts.layer import mixture
 from engine.kernels.experts.routing import RoutingRule, max_block_count, route, sort_copies
@@ -98,11 +99,18 @@ def test_every_mxfp4_byte_is_unpacked_at_every_place(device):
     assert torch.equal(numbers.flatten(), table[torch.stack((codes & 15, codes >> 4), -1).long()].flatten())
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Gives the programs of tiny shapes more rows in the interpreter, which takes as long for few rows."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(small, "_tiles", lambda kind, hidden, inner: ((16, 128, 4), (64, 128, 4)))
+
+
 KINDS = ["plain", "fp8", "fp8_block", "mxfp4"]
 
 
 def make(kind, device, gen, **options):
-    sizes = {"experts": 6, "hidden": 160, "inner": 32} if kind in ("mxfp4", "fp8_block") else None
+    sizes = {"experts": 5, "hidden": 160, "inner": 32} if kind in ("mxfp4", "fp8_block") else None
     sizes = sizes or {"experts": 7, "hidden": 36, "inner": 21}
     return ExpertCase.make(kind, options.pop("rule", RoutingRule(3)), device, gen, **(sizes | options))
 
@@ -114,12 +122,10 @@ def test_mixture(kind, gpt_oss, tokens, max_few, device, gen):
     case = make(kind, device, gen, gpt_oss=gpt_oss)
     hidden = len(case.norm)
     x = torch.randn(tokens, hidden + 3, generator=gen, device=device)[:, :hidden]
-    want = x.double() + case.expected(x)
-    got = mixture(x, case.layer, case.norm, case.eps, residual=x, max_few=max_few)
-    assert error(got, want) < 5e-6
-    alone = mixture(x, case.layer, case.norm, case.eps, max_few=max_few, out=torch.full_like(got, float("nan")))
-    assert error(alone, case.expected(x)) < 5e-6
-    assert mixture(x, case.layer, case.norm, case.eps, residual=x, out=x, max_few=max_few) is x
+    out = torch.full((tokens, hidden), float("nan"), device=device)
+    got = mixture(x, case.layer, case.norm, case.eps, residual=x, out=out, max_few=max_few)
+    assert got is out
+    assert error(got, x.double() + case.expected(x)) < 5e-6
 
 
 @pytest.mark.parametrize("max_few", [99, 0])
@@ -136,7 +142,7 @@ def test_parts_of_the_experts_add_up(kind, max_few, device, gen):
     case = make(kind, device, gen, gpt_oss=True)
     x = torch.randn(4, len(case.norm), generator=gen, device=device)
     total = torch.zeros(4, len(case.norm), dtype=torch.float64, device=device)
-    for first, count in ((0, 2), (2, 3), (5, len(case.gate_up) - 5)):
+    for first, count in ((0, 2), (2, len(case.gate_up) - 2)):
         part = case.part(first, count)
         got = mixture(x, part.layer, case.norm, case.eps, max_few=max_few).double()
         assert error(got, part.expected(x)) < 5e-6
