@@ -186,6 +186,12 @@ class Decoder(nn.Module):
         logits = self._ops.logits(hidden, self.norm, self.head)
         return logits if self.spec.logits_divisor == 1.0 else logits.div_(self.spec.logits_divisor)
 
+    def prepare(self) -> None:
+        """Brings loaded weights into the form of the device's kernels, if that is another."""
+        for layer in self.layer_list:
+            if isinstance(layer.mlp, MoE):
+                self._ops.prepare_experts(layer.mlp)
+
     def pack(self, *, keep_head: bool) -> None:
         """Packs the loaded weights if the device is a CPU that can use them, see `cpu_weights.pack`."""
         weight = self.embedding.weight

@@ -76,9 +76,7 @@ class ModelSource:
                 weights.load_weights(model, self.model_dir, self.spec, shard, quantization)
             else:
                 weights.randomize(model, self.seed, shard)
-            if device.type == "cpu":
-                for _, experts in model.experts():
-                    experts.dequantize(dtype)
+            model.prepare()
             if quantization is not None:
                 _log.info("weights: %s", quantization.text)
             return model

@@ -165,8 +165,8 @@ class Experts(nn.Module):
         down, span = projection.kind == "down", projection.span
         if span != slice(0, projection.inputs if down else projection.outputs):
             weight = weight.columns(span) if down else weight.rows(span)
-        tensor, scales = (self.down, self.down_scales) if down else (self.gate_up, self.gate_up_scales)
-        tensor = tensor[projection.local]
+        numbers, scales = (self.down, self.down_scales) if down else (self.gate_up, self.gate_up_scales)
+        tensor = numbers[projection.local]
         rows = tensor if down else tensor.chunk(2)[projection.kind == "up"]
         if scales is None:
             rows.copy_(weight.dequantize(tensor.dtype, rows.shape[1]))
@@ -307,6 +307,8 @@ class _Spans(NamedTuple):
 class MoE(nn.Module):
     """The feed-forward part of a layer with experts."""
 
+    prepared: Any = None  # The parameters in the form of the GPU's kernels, see `FusedOps.prepare_experts`.
+
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
         self.router, self.experts = Router(spec, moe), Experts(spec, moe)
@@ -323,7 +325,7 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
     choice = scores if router.correction is None else scores + router.correction
     if router.groups > 1:
-        grouped = choice.unflatten(-1, (router.groups, -1))
+        grouped = choice.view(len(x), router.groups, -1)
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
         open_groups = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=x.device).scatter_(1, best, True)
         choice = grouped.masked_fill(~open_groups.unsqueeze(-1), float("-inf")).flatten(1)
@@ -371,7 +373,7 @@ def dequantize_mxfp4(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
     """Returns the weights [..., K] of uint8 numbers [..., K / 2] and uint8 scales [..., K / 32]."""
     table = _mxfp4_table(numbers.device)
     nibbles = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
-    values = table[nibbles.int()].unflatten(-1, (-1, MXFP4_GROUP))
+    values = table[nibbles.int()].view(*scales.shape, MXFP4_GROUP)
     return torch.ldexp(values, (scales.int() - 127).unsqueeze(-1)).flatten(-2).to(dtype)
 
 

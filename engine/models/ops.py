@@ -126,6 +126,11 @@ class TorchOps:
             self._all_reduce(part)
         return x.add_(part)
 
+    def prepare_experts(self, moe: MoE) -> object:
+        """Prepares loaded experts: plain torch needs weights in the model's dtype."""
+        moe.experts.dequantize(moe.router.weight.dtype)
+        return None
+
     def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
         """Returns norm(x) @ head.weight.T as float32[T, vocab]."""
         return product(rms_norm_torch(x, norm), head).float()

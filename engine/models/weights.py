@@ -161,10 +161,11 @@ def _load_quantized(model: Decoder, model_dir: Path, shard: Shard, loaded: Progr
                 names = " and ".join(prefix + name for name in linear.parts)
                 raise ConfigError(f"{names} cannot be one product: they have {error}", field="model") from error
         for prefix, experts in model.experts():
-            for projection in experts.projections(shard) if experts.scheme is not None else ():
+            if (scheme := experts.scheme) is None:
+                continue
+            for projection in experts.projections(shard):
                 sizes = projection.outputs, projection.inputs
-                weight = LayerReader(files, prefix + projection.name, *sizes, experts.scheme).weight()
-                experts.place(projection, weight)
+                experts.place(projection, LayerReader(files, prefix + projection.name, *sizes, scheme).weight())
         return files.read_names
 
 
@@ -269,7 +270,7 @@ def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tens
     if split is None:
         return whole
     assert isinstance(module, Linear | RMSNorm | Sinks)
-    joined = module.parts.values() if split == 0 else [module.in_features]
+    joined = [module.in_features] if isinstance(module, Linear) and split == 1 else list(module.parts.values())
     parts = torch.split(whole, [width * shard.size for width in joined], split)
     return torch.cat([part.chunk(shard.size, split)[shard.rank] for part in parts], split)
 

@@ -130,8 +130,8 @@ class TensorParallelBuilder(EngineBuilder):
         rank_group.receive()
         host, size = rank_group.host, self.shard.size
         store, port = open_store(host)
-        load = {"size": size, "whole_experts": self.shard.whole_experts, "dtype": dtype, "max_len": max_len}
-        rank_group.send("load", **load, store=port, host=host)
+        whole = self.shard.whole_experts
+        rank_group.send("load", size=size, whole_experts=whole, dtype=dtype, max_len=max_len, store=port, host=host)
         collectives = Collectives(store, 0, size, device, host)
         rank_group.on_failure = collectives.abort
         local = load_shard(self._source, self.shard, collectives, max_len, device, TORCH_DTYPES[dtype])

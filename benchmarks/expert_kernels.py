@@ -1,0 +1,223 @@
+"""Checks and times the kernels of a mixture of experts on a GPU, with the candidates for their tiles.
+
+    python benchmarks/expert_kernels.py --shape qwen3 --rows 1 64
+
+One row of the table is one candidate: microseconds of a layer (median over replays of a CUDA graph that goes through
+several layers, so that no weight comes from the L2 cache), the bytes of the experts it reads over this time, and the
+part of the measured copy rate. `gate_up` and `down` of few rows are timed together. The error is that of random inputs
+against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from benchmarks.support.limits import copy_seconds
+from engine.kernels.experts import grouped, layer, small
+from engine.kernels.experts.routing import RoutingRule, route, sort_copies
+from engine.kernels.experts.weight import ExpertWeight, fp8_weight, mxfp4_weight, plain_weight
+from engine.kernels.norm import rms_norm
+from tests.rigs.engine.experts import ExpertCase
+from tests.rigs.engine.paged import error
+
+DEVICE = torch.device("cuda")
+#: Experts, experts of a token, hidden size, intermediate size of an expert, activation of gpt-oss.
+SHAPES = {"qwen3": (128, 8, 2048, 768, False), "gpt-oss": (32, 4, 2880, 2880, True)}
+REPLAYS = 12
+
+
+def random_expert_weight(kind: str, experts: int, outputs: int, inputs: int) -> ExpertWeight:
+    if kind == "mxfp4":
+        numbers = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
+        return mxfp4_weight(numbers, torch.randint(118, 122, (experts, outputs, inputs // 32), device=DEVICE).byte())
+    weight = torch.randn(experts, outputs, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5
+    if kind == "fp8":
+        return fp8_weight((weight * 64).to(torch.float8_e4m3fn), torch.full((experts, outputs, 1), 1 / 64, device=DEVICE))
+    return plain_weight(weight)
+
+
+def random_layer(shape: str, kind: str) -> layer.ExpertLayer:
+    experts, top_k, hidden, inner, gpt_oss = SHAPES[shape]
+    bias = torch.zeros(experts, 2 * inner, device=DEVICE, dtype=torch.bfloat16) if gpt_oss else None
+    return layer.ExpertLayer(
+        router=torch.randn(experts, hidden, device=DEVICE, dtype=torch.bfloat16) / hidden**0.5,
+        rule=RoutingRule(top_k),
+        gate_up=random_expert_weight(kind, experts, 2 * inner, hidden),
+        down=random_expert_weight(kind, experts, hidden, inner),
+        router_bias=torch.zeros(experts, device=DEVICE, dtype=torch.bfloat16) if gpt_oss else None,
+        gate_up_bias=bias,
+        down_bias=torch.zeros(experts, hidden, device=DEVICE, dtype=torch.bfloat16) if gpt_oss else None,
+        gpt_oss=gpt_oss,
+    )
+
+
+def graph_seconds(runs: Sequence[Callable[[], object]]) -> float:
+    """Returns the median seconds of one of the runs, captured one after the other."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for run in runs:
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return statistics.median(times[2:]) / len(runs)
+
+
+def touched_bytes(layers: Sequence[layer.ExpertLayer], normed: Sequence[Tensor]) -> float:
+    """Returns the mean bytes of the experts that a layer reads."""
+    total = 0.0
+    for one, x in zip(layers, normed, strict=True):
+        chosen = route(layer.router_logits(x, one.router, one.router_bias), one.rule)[1].unique().numel()
+        total += (one.gate_up.nbytes + one.down.nbytes) * chosen / len(one.router)
+    return total / len(layers)
+
+
+def few_candidates(kind: str, shape: str) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
+    _, _, hidden, inner, _ = SHAPES[shape]
+    k1, k2 = small._row_block(hidden, 2048), small._row_block(inner, 1024)
+    if kind == "mxfp4":
+        ups, downs = [(4, 1024, 4), (8, 1024, 4), (16, 1024, 8), (8, 1024, 2)], [(4, 1024, 4), (8, 1024, 4)]
+    elif kind == "fp8":
+        ups, downs = [(2, k1, 4), (4, k1, 4), (8, k1, 8)], [(4, k2, 4), (8, k2, 4)]
+    else:
+        ups, downs = [(1, k1, 4), (2, k1, 4), (4, k1, 4), (4, k1, 8)], [(2, k2, 2), (4, k2, 4), (8, k2, 4)]
+    yield from ((up, downs[0]) for up in ups)
+    yield from ((ups[1], down) for down in downs[1:])
+
+
+def grouped_candidates(kind: str, block: int) -> Iterator[tuple[grouped.Tile, grouped.Tile]]:
+    if kind == "mxfp4":
+        tiles = [(block, 64, 128, 3, 4), (block, 64, 256, 3, 4), (block, 32, 256, 4, 4), (block, 128, 128, 3, 8)]
+    elif block <= 32:
+        tiles = [(block, 64, 128, 4, 4), (block, 32, 256, 4, 4), (block, 64, 128, 3, 8)]
+    else:
+        tiles = [(block, 64, 64, 4, 4), (block, 128, 64, 3, 8), (block, 64, 64, 4, 8)]
+    yield from ((tile, tile) for tile in tiles)
+    if kind != "mxfp4":
+        yield tiles[0], (block, 128, 128 if block <= 32 else 64, 3 if block <= 32 else 4, 4 if block <= 32 else 8)
+
+
+def check(kind: str) -> None:
+    """Prints errors of bf16 layers of odd sizes in both paths."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    sizes = {"experts": 12, "hidden": 288, "inner": 160}
+    for gpt_oss in (False, True):
+        options = {"dtype": torch.bfloat16, "gpt_oss": gpt_oss, **sizes}
+        case = ExpertCase.make(kind, RoutingRule(3), DEVICE, generator, **options)
+        shown = []
+        for tokens, few in ((1, 99), (5, 99), (5, 0), (40, 0), (300, 0)):
+            x = torch.randn(tokens, sizes["hidden"], generator=generator, device=DEVICE).bfloat16()
+            got = layer.mixture(x, case.layer, case.norm, case.eps, max_few=few)
+            again = layer.mixture(x, case.layer, case.norm, case.eps, max_few=few)
+            normed = rms_norm(x, case.norm, case.eps)
+            rows = torch.randperm(tokens, device=DEVICE)[:12]
+            shown.append(f"{error(got[rows], expected_of(case, x[rows], normed[rows])):.1e}{'' if torch.equal(got, again) else ' DIFFERS'}")
+        print(f"error {kind:<9} gpt_oss {gpt_oss!s:<5} rows 1, 5 few | 5, 40, 300 grouped: {' '.join(shown)}", flush=True)
+
+
+def expected_of(case: ExpertCase, x: Tensor, normed: Tensor) -> Tensor:
+    """Returns the expected result with the experts that the kernels choose for rounded inputs."""
+    one = case.layer
+    weights, experts = route(layer.router_logits(normed, one.router, one.router_bias), one.rule)
+    out = torch.zeros(len(x), x.shape[1], dtype=torch.float64, device=DEVICE)
+    for t, exact in enumerate(case.normed(x)):
+        for weight, expert in zip(weights[t].double(), experts[t].tolist(), strict=True):
+            out[t] += weight * case.expert(expert, exact)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--kinds", nargs="+", default=["plain", "fp8", "mxfp4"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 64, 256, 2048])
+    parser.add_argument("--seconds", type=float, default=200.0, help="candidates begin only within this time")
+    parser.add_argument("--check", action="store_true", help="print errors first")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    if args.check:
+        for kind in (*args.kinds, "fp8_block"):
+            check(kind)
+        print(f"checked after {time.perf_counter() - began:.0f} s", flush=True)
+    rate = 2 * (2 << 30) / copy_seconds(2 << 30, DEVICE)
+    print(f"copy {rate / 1e9:.0f} GB/s", flush=True)
+    for shape, kind in itertools.product(args.shape, args.kinds):
+        if (kind == "mxfp4") != (shape == "gpt-oss"):
+            continue
+        measure(shape, kind, args.rows, rate, began + args.seconds)
+        torch.cuda.empty_cache()
+    print(f"{time.perf_counter() - began:.0f} s in total")
+
+
+def measure(shape: str, kind: str, all_rows: Sequence[int], rate: float, until: float) -> None:
+    _, top_k, hidden, _, _ = SHAPES[shape]
+    layers = [random_layer(shape, kind) for _ in range(4)]
+    for rows in all_rows:
+        xs = [torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16) for _ in layers]
+        nbytes = touched_bytes(layers, xs)
+        norm = torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16)
+
+        def show(name: str, run: Callable[[Tensor, layer.ExpertLayer], object]) -> None:
+            if time.perf_counter() > until:
+                return
+            runs = [lambda x=x, one=one: run(x, one) for x, one in zip(xs, layers, strict=True)] * (2 if rows < 256 else 1)
+            try:
+                seconds = graph_seconds(runs)
+            except Exception as problem:
+                print(f"{shape} {kind} {rows:5d} {name}: {str(problem).splitlines()[0][:90]}", flush=True)
+                return
+            print(f"{shape} {kind} {rows:5d} {seconds * 1e6:8.1f} us {nbytes / seconds / rate:6.1%}  {name}", flush=True)
+
+        show("layer as chosen", lambda x, one: layer.mixture(x, one, norm, 1e-6, residual=x, out=x.clone() if 0 else None))
+        logits = {id(one): layer.router_logits(x, one.router, one.router_bias) for x, one in zip(xs, layers, strict=True)}
+        shared = {"gpt_oss": layers[0].gpt_oss, "native": True}
+        if rows * top_k <= 64:
+            for tiles in few_candidates(kind, shape):
+                show(
+                    f"few {tiles}",
+                    lambda x, one, tiles=tiles: small.few_rows(
+                        x, logits[id(one)], one.gate_up, one.down, one.rule, norm=norm if len(x) == 1 else None,
+                        gate_up_bias=one.gate_up_bias, down_bias=one.down_bias, residual=x, tiles=tiles, **shared,
+                    ),
+                )  # fmt: skip
+        if rows == 1:
+            continue
+        routed = {id(one): route(logits[id(one)], one.rule) for one in layers}
+        mean = grouped.block_rows(rows * top_k, len(layers[0].router))
+        for block in sorted({mean, 16} if rows <= 64 else {mean, mean // 2 or 16}):
+            copies = {key: sort_copies(chosen[1], len(layers[0].router), block) for key, chosen in routed.items()}
+            for pair in grouped_candidates(kind, block):
+                show(
+                    f"grouped {pair[0]} {pair[1][1:]}",
+                    lambda x, one, pair=pair, copies=copies: grouped.many_rows(
+                        x, *routed[id(one)], copies[id(one)], one.gate_up, one.down, residual=x, tiles=pair,
+                        gate_up_bias=one.gate_up_bias, down_bias=one.down_bias, **shared,
+                    ),
+                )  # fmt: skip
+        show("route and sort", lambda x, one: sort_copies(route(logits[id(one)], one.rule)[1], len(one.router), mean))
+
+
+if __name__ == "__main__":
+    main()
