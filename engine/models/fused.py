@@ -78,7 +78,7 @@ class FusedOps(TorchOps):
             if self._all_reduce is None:
                 rms_norm(part, norm.weight, norm.eps, out=part)
             else:
-                split = part.unflatten(1, (count, dim))
+                split = part.view(-1, count, dim)
                 split.copy_(self._joint_norm(split, norm))
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
