@@ -141,7 +141,7 @@ class FusedOps(TorchOps):
                 numbers.data, scales.data = numbers.new_empty(0), scales.new_empty(0)
             return made
 
-        moe.prepared = ExpertLayer(
+        prepared = ExpertLayer(
             router=router.weight,
             rule=RoutingRule(
                 router.top_k,
@@ -160,7 +160,8 @@ class FusedOps(TorchOps):
             down_bias=experts.down_bias,
             gpt_oss=experts.activation == "gpt_oss",
         )
-        return moe.prepared
+        moe.prepared = prepared
+        return prepared
 
     def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
         weight = head.weight

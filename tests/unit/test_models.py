@@ -192,7 +192,7 @@ def test_whole_floats_count_as_integers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM has no native code"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM has no native code"),
         ({"architectures": ["BertForMaskedLM"]}, "only text decoders"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
