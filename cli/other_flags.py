@@ -71,8 +71,8 @@ OTHER_FLAGS: dict[str, OtherFlag] = {
     "--pipeline-parallel-size": _refused(_NO_PARALLEL),
     "--data-parallel-size": _refused(_NO_PARALLEL),
     "--quantization": _refused(
-        "a quantised checkpoint is recognised by its config; --weights fp8 and --weights int8 quantise another one while "
-        "it loads; --kv-dtype fp8_e4m3 halves KV"
+        "a quantised checkpoint is recognised by its config; --weights fp8 and --weights int8 quantise another one "
+        "while it loads; --kv-dtype fp8_e4m3 halves KV"
     ),
     "--enable-lora": _refused(_NO_ADAPTERS, takes_value=False),
     "--lora-modules": _refused(_NO_ADAPTERS),

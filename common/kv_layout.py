@@ -59,7 +59,8 @@ class KVLayout:
     num_kv_heads: int  # KV heads of one rank.
     head_dim: int
     block_size: int  # Tokens.
-    dtype: str  # Of keys and values: float32, bfloat16, float16, or float8_e4m3 with a scale per layer, head, token and K or V.
+    #: Of keys and values: float32, bfloat16, float16, or float8_e4m3 with a scale per layer, head, token and K or V.
+    dtype: str
     version: int = LAYOUT_VERSION
     draft_layers: int = 0  # Layers of the draft model or EAGLE head; 0: none.
     draft_kv_heads: int = 0

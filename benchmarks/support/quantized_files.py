@@ -63,7 +63,9 @@ class Writer:
         numbers, meant = self.fp8(weight, scale.float())
         return {"weight": numbers, "weight_scale": scale}, meant
 
-    def fp8_block(self, name: str, weight: Tensor, scale_name: str = "weight_scale") -> tuple[dict[str, Tensor], Tensor]:
+    def fp8_block(
+        self, name: str, weight: Tensor, scale_name: str = "weight_scale"
+    ) -> tuple[dict[str, Tensor], Tensor]:
         rows, columns = (-(-size // 128) for size in weight.shape)
         scale, wide = torch.empty(rows, columns), torch.empty_like(weight)
         for i in range(rows):
@@ -84,7 +86,7 @@ class Writer:
 
     # -- integers in words -------------------------------------------------------------------------------------------
     def integers(self, weight: Tensor, groups: Tensor, bits: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns unsigned numbers [N, K], float16 scales [N, G] and zeros [N, G]; groups [K] is the group of an input."""
+        """Returns unsigned numbers [N, K], scales and zeros [N, G]; groups [K] is the group of each input."""
         count, top = int(groups.max()) + 1, 2**bits - 1
         numbers, scales = torch.empty_like(weight), torch.empty(len(weight), count)
         zeros = torch.full((len(weight), count), 2.0 ** (bits - 1))
@@ -127,7 +129,14 @@ class Writer:
         return tensors, (numbers - zeros[:, groups]) * scales[:, groups]
 
     def gptq(
-        self, name: str, weight: Tensor, *, bits: int = 4, shift: int = 1, shuffled: bool = False, symmetric: bool = False
+        self,
+        name: str,
+        weight: Tensor,
+        *,
+        bits: int = 4,
+        shift: int = 1,
+        shuffled: bool = False,
+        symmetric: bool = False,
     ) -> tuple[dict[str, Tensor], Tensor]:
         groups = self.order(name, weight.shape[1], shuffled=shuffled)
         numbers, scales, zeros = self.integers(weight, groups, bits, symmetric=symmetric)
@@ -194,8 +203,20 @@ def _formats(size: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any], 
     ints = _ct("int-quantized", _number(8, "int", "channel"), _number(8, "int", "token", dynamic=True))
     eight = _number(8, "int", "group", group_size=size)
     return {
-        "ct-fp8-tensor": ("fp8_tensor", {}, _ct("float-quantized", _number(8, "float", "tensor"), static8), "static", "fp8"),
-        "ct-fp8-channel": ("fp8_channel", {}, _ct("float-quantized", _number(8, "float", "channel"), token8), "token", "fp8"),
+        "ct-fp8-tensor": (
+            "fp8_tensor",
+            {},
+            _ct("float-quantized", _number(8, "float", "tensor"), static8),
+            "static",
+            "fp8",
+        ),
+        "ct-fp8-channel": (
+            "fp8_channel",
+            {},
+            _ct("float-quantized", _number(8, "float", "channel"), token8),
+            "token",
+            "fp8",
+        ),
         "ct-fp8-block": ("fp8_block", {}, _ct("float-quantized", block, group8), "group", "fp8"),
         "ct-int8": ("int8_channel", {}, ints, "token", "int8"),
         "ct-w4": ("packed", {}, _ct("pack-quantized", four, None), "none", "int4"),

@@ -85,6 +85,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.quantized_bytes = 0  #: Bytes of the quantised weights of all layers, as they were loaded.
         with torch.device("meta"):
             self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
@@ -140,6 +141,7 @@ class Decoder(nn.Module):
 
     def place(self, linear: Linear, weight: QuantizedWeight) -> None:
         """Gives a layer with a scheme its weight."""
+        self.quantized_bytes += weight.nbytes
         if linear is self.head:
             linear.weight.copy_(weight.dequantize(linear.weight.dtype))
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError
-from engine.device import require_memory
+from engine.device import format_bytes, require_memory
 from engine.models import weights
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
@@ -78,7 +78,7 @@ class ModelSource:
                 weights.randomize(model, self.seed, shard)
             model.prepare()
             if quantization is not None:
-                _log.info("weights: %s", quantization.text)
+                _log.info("weights: %s, %s in the layers", quantization.text, format_bytes(model.quantized_bytes))
             return model
 
 

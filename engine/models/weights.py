@@ -136,6 +136,8 @@ def _is_unused(file: Any, name: str, shard: Shard, quantization: Quantization | 
     if quantization is None:
         return False
     if quantization.kv_scales and _KV_SCALE.search(name):
+        if ".layers.0." in name:
+            _log.info("%s and the like are not used: KV in 8 bits has a scale for each token and head", name)
         return True
     module, _, kind = name.rpartition(".")  # GPTQ writes a bias of zeros for layers without one
     return kind == "bias" and quantization.scheme_of(module) is not None and not bool(file.get_tensor(name).any())

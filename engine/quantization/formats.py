@@ -51,7 +51,7 @@ def read_quantization(model_dir: Path, config: Mapping[str, Any]) -> Quantizatio
 
 def _parse(content: Any, file: str, default: str | None) -> Quantization:
     fields = Fields(content, file, default or "quantization_config")
-    fields.method = method = str(fields.raw.get("quant_method") or default)
+    method = fields.method = str(fields.raw.get("quant_method") or default or "unknown")
     match method.lower():
         case "compressed-tensors":
             return Quantization(method, file, compressed_tensors.rules(fields), kv_scales=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def refusal(directory: Path, quantization: Any, *, file: str = "config.json") ->
     ("config", "words"),
     [
         *(({"quant_method": name}, f"format {name!r}") for name in ("bitsandbytes", "gguf", "hqq", "auto-round")),
-        ({"bits": 4}, "quantization_config"),
+        ({"bits": 4}, "format 'unknown'"),
         (["awq"], "an object is needed"),
         (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast' is another layout"),
         (AWQ | {"bits": 8}, "bits is 8, 4 is supported"),
@@ -68,7 +69,7 @@ def refusal(directory: Path, quantization: Any, *, file: str = "config.json") ->
         (GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 2}}}, "bits is 2"),
         (GPTQ | {"dynamic": {"+:(": {"bits": 4}}}, "not valid"),
         (GPTQ | {"dynamic": {"-:(a+)+$": {}}}, "too complex"),
-        (GPTQ | {"dynamic": {".*up_proj": {"bits": 8}}}, "gate_proj is int4, .* up_proj is int8"),
+        (GPTQ | {"dynamic": {".*up_proj": {"bits": 8}}}, "gate_proj is int4, .*up_proj is int8"),
         (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
         (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
@@ -95,8 +96,6 @@ def test_a_format_that_is_not_supported_is_named(config: Any, words: str, tmp_pa
             source.load(16, CPU, torch.float32)
         return
     message = refusal(tmp_path, config)
-    import re
-
     assert re.search(words, message), message
 
 
@@ -108,7 +107,9 @@ def test_other_files_name_the_format_too(tmp_path: Path) -> None:
 
 def test_a_model_of_transformers_or_a_second_quantization_is_refused(tmp_path: Path) -> None:
     bare_model(tmp_path / "a", GPT2 | {"quantization_config": AWQ})
-    with pytest.raises(ConfigError, match=r"config\.json: weights of the format 'awq' are not supported for this model"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json: weights of the format 'awq' are not supported for this model"
+    ):
         open_model(tmp_path / "a")
     bare_model(tmp_path / "b", CONFIG | {"quantization_config": AWQ})
     with pytest.raises(ConfigError, match=r"weights fp8: the checkpoint is quantised already, as awq \(int4"):
@@ -148,14 +149,21 @@ Q = "model.layers.0.self_attn.q_proj"
         ("gptq", "g_idx", lambda t: t.flip(0), "cannot be one product: they have activation orders that differ"),
         ("ct-w4", "weight_shape", lambda t: t + 1, r"is \[65, 65\], expected \[64, 64\]"),
         ("ct-fp8-channel", "weight", lambda t: t.float(), "has dtype float32, expected float8_e4m3fn"),
-        ("ct-fp8-tensor", "weight_scale", lambda t: t.repeat(3), r"has shape \(3,\), expected \(1, 1\) or \(1,\) or \(\)"),
+        (
+            "ct-fp8-tensor",
+            "weight_scale",
+            lambda t: t.repeat(3),
+            r"has shape \(3,\), expected \(1, 1\) or \(1,\) or \(\)",
+        ),
         ("ct-fp8-tensor", "input_scale", lambda t: -t, "a positive number is needed"),
         ("ct-int8", "weight_zero_point", lambda t: torch.ones(64, 1, dtype=torch.int8), "is not zero"),
         ("fp8-block", "weight_scale_inv", lambda t: t.repeat(2, 1), r"has shape \(2, 1\), expected \(1, 1\)"),
         ("fp8-block", "weight_scale", lambda t: torch.ones(1), "does not use"),
     ],
 )
-def test_a_damaged_tensor_is_named(form: str, tensor: str, change: Any, words: str, plain: Path, tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_named(
+    form: str, tensor: str, change: Any, words: str, plain: Path, tmp_path: Path
+) -> None:
     write(plain, tmp_path, form)
     tensors, name = load_file(tmp_path / "model.safetensors"), f"{Q}.{tensor}"
     changed = tensors.pop(name, torch.zeros(0))
