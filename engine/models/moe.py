@@ -61,7 +61,7 @@ _NAMES = {
 }
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Chooses the experts of a token. Every rank has all of it.
 
     Attributes:
@@ -311,11 +311,11 @@ class MoE(nn.Module):
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
-        self.router, self.experts = Router(spec, moe), Experts(spec, moe)
+        self.router, self.experts = ExpertRouter(spec, moe), Experts(spec, moe)
         self.shared = MLP(spec, "mlp.shared_experts", moe.shared_size) if moe.shared_size else None
 
 
-def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: ExpertRouter) -> tuple[Tensor, Tensor]:
     """Returns the weights float32 [T, top_k] and the experts int32 [T, top_k] of tokens x [T, hidden].
 
     Computed in float32: a rounded score may choose another expert.

@@ -30,7 +30,7 @@ from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.layers import Embedding, Linear, RMSNorm, Sinks, Target
-from engine.models.moe import Experts, Router
+from engine.models.moe import Experts, ExpertRouter
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
 from engine.models.spec.model import MXFP4_GROUP
 from engine.progress import Progress, progress
@@ -64,7 +64,7 @@ def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARD
         elif isinstance(module, Sinks):
             (name,) = module.parts
             targets[f"{prefix}{name}"] = Target(module.weight, module.split)
-        elif isinstance(module, Experts | Router):
+        elif isinstance(module, Experts | ExpertRouter):
             found = module.targets(shard) if isinstance(module, Experts) else module.targets()
             targets |= {f"{prefix}{name}": target for name, target in found}
     return targets

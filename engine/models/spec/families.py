@@ -148,7 +148,7 @@ _USUAL_ROPE = RopeDefaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """An architecture. The defaults are Llama's."""
 
     qkv_bias: Bias = "attention_bias"
@@ -177,12 +177,12 @@ _GPT_OSS_YARN = {
     "original_max_position_embeddings": 4096,
 }
 FAMILIES = {
-    "LlamaForCausalLM": Family(mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Family(qkv_bias="none", out_bias="none", windows=_mistral_windows),
-    "Qwen2ForCausalLM": Family(qkv_bias="always", out_bias="none", windows=_qwen_windows),
-    "Qwen3ForCausalLM": Family(qk_norm="head", head_dim=128, windows=_qwen_windows),
-    "Qwen3MoeForCausalLM": Family(qk_norm="head", windows=_switched_window, moe=_qwen3_moe),
-    "MixtralForCausalLM": Family(
+    "LlamaForCausalLM": ModelFamily(mlp_bias="mlp_bias"),
+    "MistralForCausalLM": ModelFamily(qkv_bias="none", out_bias="none", windows=_mistral_windows),
+    "Qwen2ForCausalLM": ModelFamily(qkv_bias="always", out_bias="none", windows=_qwen_windows),
+    "Qwen3ForCausalLM": ModelFamily(qk_norm="head", head_dim=128, windows=_qwen_windows),
+    "Qwen3MoeForCausalLM": ModelFamily(qk_norm="head", windows=_switched_window, moe=_qwen3_moe),
+    "MixtralForCausalLM": ModelFamily(
         qkv_bias="none",
         out_bias="none",
         norm_eps=1e-5,
@@ -190,8 +190,8 @@ FAMILIES = {
         rope=RopeDefaults(theta=1e6),
         moe=_mixtral,
     ),
-    "OlmoeForCausalLM": Family(qk_norm="all", norm_eps=1e-5, windows=_one_window, moe=_olmoe),
-    "Glm4MoeForCausalLM": Family(
+    "OlmoeForCausalLM": ModelFamily(qk_norm="all", norm_eps=1e-5, windows=_one_window, moe=_olmoe),
+    "Glm4MoeForCausalLM": ModelFamily(
         out_bias="none",
         qk_norm="head",
         qk_norm_field="use_qk_norm",
@@ -200,8 +200,8 @@ FAMILIES = {
         moe=_glm4_moe,
         extra_layers="num_nextn_predict_layers",
     ),
-    "GraniteMoeForCausalLM": Family(moe=_granite_moe, multipliers=True),
-    "GptOssForCausalLM": Family(
+    "GraniteMoeForCausalLM": ModelFamily(moe=_granite_moe, multipliers=True),
+    "GptOssForCausalLM": ModelFamily(
         attention_bias=True,
         head_dim=64,
         norm_eps=1e-5,
