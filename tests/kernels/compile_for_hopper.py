@@ -26,6 +26,7 @@ from engine.kernels import (
 from engine.kernels.experts import grouped as experts_grouped
 from engine.kernels.experts import routing as experts_routing
 from engine.kernels.experts import small as experts_small
+from engine.kernels.experts import vector as experts_vector
 from engine.kernels.experts import weight as experts_weight
 from engine.kv.kv_pool import LayerKV
 from engine.sampling.device_sampler import DeviceSampler
@@ -127,9 +128,12 @@ def experts(native: bool) -> None:
         gate_up, down = (expert_weight(kind, *size) for size in ((2 * inner, hidden), (hidden, inner)))
         biases = {"gate_up_bias": half(2, 2 * inner), "down_bias": half(2, hidden)} if gpt_oss else {}
         options: dict[str, Any] = {"gpt_oss": gpt_oss, "native": native, **biases}
-        for rows, weight in ((1, half(hidden)), (2, None)):
-            x = half(rows, hidden)
-            experts_small.few_rows(x, torch.zeros(rows, count), gate_up, down, rule, norm=weight, residual=x, **options)
+        routed = torch.zeros(1, top_k), torch.zeros(1, top_k, dtype=torch.int32)
+        x = half(1, hidden)
+        experts_routing.norm_and_route(x, x[0], 1e-6, half(count, hidden), rule, bias=half(count))
+        experts_small.few_rows(x, *routed, gate_up, down, residual=x, **options)
+        if gpt_oss:
+            experts_vector.vector_rows(x, *routed, gate_up, down, residual=x, **options)
         for rows in (16, 128, 1024):
             x = half(rows, hidden)
             weights, chosen = experts_routing.route(torch.zeros(rows, count), rule)

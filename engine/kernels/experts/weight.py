@@ -51,6 +51,12 @@ class ExpertWeight:
         """Bytes of numbers and scales."""
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
+    def scale_tensor(self, placeholder: Tensor) -> Tensor:
+        """Returns the scales as a kernel's argument: those of mxfp4 four at a time, as int32."""
+        if self.scales is None:
+            return placeholder
+        return self.scales.view(torch.int32) if self.kind == MXFP4.value else self.scales
+
     def scale_args(self) -> dict[str, int]:
         """Returns how a kernel addresses the scales: rows and inputs of a scale, and the sizes of the tensor."""
         _, outputs, inputs = self.shape
@@ -140,6 +146,15 @@ def low(pair):
 def high(pair):
     """Returns the high bfloat16 as fp32."""
     return (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_floats(words, ROWS: tl.constexpr, K: tl.constexpr):
+    """Unpacks int32 words [ROWS, K / 8] to fp32 [ROWS, K], 2^126 times too small. A thread keeps its registers."""
+    p0, p1, p2, p3 = unpack_pairs(words)
+    lows = tl.join(tl.join(low(p0), low(p2)), tl.join(low(p1), low(p3)))
+    highs = tl.join(tl.join(high(p0), high(p2)), tl.join(high(p1), high(p3)))
+    return tl.join(lows, highs).reshape(ROWS, K)
 
 
 @triton.jit
