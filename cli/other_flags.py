@@ -70,10 +70,9 @@ OTHER_FLAGS: dict[str, OtherFlag] = {
     "--kv-transfer-config": _refused("prefill and decode exchange KV by themselves; `baton up` needs no connector"),
     "--pipeline-parallel-size": _refused(_NO_PARALLEL),
     "--data-parallel-size": _refused(_NO_PARALLEL),
-    "--enable-expert-parallel": _refused(_NO_PARALLEL, takes_value=False),
     "--quantization": _refused(
-        "weights are served in float32 or bfloat16 (--dtype), on a CPU also in 8 bits (--weights int8); "
-        "--kv-dtype fp8_e4m3 halves KV"
+        "a quantised checkpoint is recognised by its config; --weights fp8 and --weights int8 quantise another one "
+        "while it loads; --kv-dtype fp8_e4m3 halves KV"
     ),
     "--enable-lora": _refused(_NO_ADAPTERS, takes_value=False),
     "--lora-modules": _refused(_NO_ADAPTERS),

@@ -52,13 +52,15 @@ class KVLayout:
     """The properties of KV blocks that must be equal on two pods that exchange blocks."""
 
     model: str
+    weights: str = field(default="", kw_only=True)  #: How the weights are quantised, in words. "": not at all.
     revision: str  # Identifies the weights, together with `model`.
     tensor_parallel: int = field(default=1, kw_only=True)  #: Ranks; every rank has its kv heads of every block.
     num_layers: int
     num_kv_heads: int  # KV heads of one rank.
     head_dim: int
     block_size: int  # Tokens.
-    dtype: str  # Of keys and values: float32, bfloat16, or float8_e4m3 with a scale per layer, head, token and K or V.
+    #: Of keys and values: float32, bfloat16, float16, or float8_e4m3 with a scale per layer, head, token and K or V.
+    dtype: str
     version: int = LAYOUT_VERSION
     draft_layers: int = 0  # Layers of the draft model or EAGLE head; 0: none.
     draft_kv_heads: int = 0
@@ -92,12 +94,14 @@ class KVLayout:
     def fingerprint(self) -> str:
         """Hash of the layout, 32 hex digits, equal in every process.
 
-        It covers draft_* fields only with a draft model and tensor_parallel only above 1, so that layouts without them
-        keep the fingerprint of older versions.
+        It covers draft_* fields only with a draft model, tensor_parallel only above 1, and weights only if they are
+        quantised, so that layouts without them keep the fingerprint of older versions.
         """
         covered = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
         if self.tensor_parallel == 1:
             covered.remove("tensor_parallel")
+        if not self.weights:
+            covered.remove("weights")
         text = "\n".join(f"{name}={getattr(self, name)}" for name in covered)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

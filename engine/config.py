@@ -65,10 +65,12 @@ class EngineConfig(PodEngineSettings):
         return torch.device("cuda", index)
 
     def resolve_dtype(self, device: torch.device) -> str:
-        """Returns the dtype of the model: float32 or bfloat16."""
+        """Returns the dtype of the model: float32, bfloat16 or float16."""
         if self.dtype != "auto":
             return self.dtype
-        return "bfloat16" if device.type == "cuda" else "float32"
+        if device.type != "cuda":
+            return "float32"
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
 
     def resolve_kv_dtype(self, device: torch.device) -> str:
         """Returns the dtype of the KV layout, the model's or float8_e4m3. ConfigError if the GPU cannot convert it."""

@@ -85,9 +85,6 @@ class Engine:
         source = open_model(config.model_dir, config.load_format, config.weights_seed, config.weights)
         self.spec = spec = source.spec
         self.device = device = config.resolve_device()
-        if config.weights != "auto" and device.type != "cpu":
-            problem = f"{config.weights} is for CPUs, and the device is {device}: use --weights auto or --device cpu"
-            raise ConfigError(f"weights: {problem}", field="weights")
         make_current(device)
         torch.set_num_threads(config.threads_per_rank)
         self.rank_group: RankGroup | None = None
@@ -124,6 +121,7 @@ class Engine:
         self.layout = KVLayout(
             model=config.name or directory_name(config.model_dir).rpartition("/")[2],
             revision=source.revision(device),
+            weights=source.weights_text,
             num_layers=spec.num_layers,
             tensor_parallel=self._builder.shard.size,
             num_kv_heads=self._builder.shard.shard_spec(spec).num_kv_heads,

@@ -140,6 +140,8 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
         card = {"id": name, "object": "model", "created": model.created, "owned_by": "baton", "root": model.name}
         if defaults := model.defaults.as_json():
             card["generation_defaults"] = defaults
+        if weights := model.pod_table.weights:
+            card["quantization"] = weights
         ready = model.pod_table.ready
         return {**card, "max_model_len": model.pod_table.limits().max_model_len} if ready else card
 

@@ -91,8 +91,32 @@ FLAT_8K = HardwareRates(
     kv_pool_bytes=4000 * 512.0,
 )
 
+#: Bytes of the weights of Llama-3.1-8B that a decode step reads, and that its layers take in memory.
+BF16_BYTES, BF16_LAYER_BYTES = 15.0e9, 13.96e9
+
+
+def quantised_rates(name: str, kind: str, read_bytes: float, layer_bytes: float, *, prefill: float) -> HardwareRates:
+    """Returns H100_8B with quantised weights, from their bytes; no step was measured.
+
+    A step of few rows takes the time of reading the weights, one of many rows the time of its products. prefill: rate
+    of the products of a prompt, relative to bf16.
+    """
+    ratio, (_, base) = read_bytes / BF16_BYTES, H100_8B.decode_row_s[0]
+    rows = tuple((n, base * ratio + (s - base) / prefill) for n, s in H100_8B.decode_row_s)
+    return replace(
+        H100_8B,
+        name=name,
+        source=f"{kind} weights of the layers, from their bytes (not measured), over: {H100_8B.source}",
+        prefill_tok_s=tuple((n, rate * prefill) for n, rate in H100_8B.prefill_tok_s),
+        decode_row_s=rows,
+        kv_pool_bytes=H100_8B.kv_pool_bytes + BF16_LAYER_BYTES - layer_bytes,
+    )
+
+
 PRESETS = {
     "h100-8b": H100_8B,
+    "h100-8b-fp8": quantised_rates("h100-8b-fp8", "FP8", 8.03e9, 6.98e9, prefill=1.4),
+    "h100-8b-int4": quantised_rates("h100-8b-int4", "4-bit", 4.68e9, 3.63e9, prefill=1.0),
     "h100-8b-rdma": replace(
         H100_8B,
         name="h100-8b-rdma",

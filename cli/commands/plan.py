@@ -31,7 +31,11 @@ MARGIN = 1.1  # Factor for the requests of the next replay, because a longer rep
 OPTIONS = (
     ("trace", "FILE", "Requests: Mooncake's .jsonl or Azure's .csv."),
     ("slo", "TIMES", "SLO of a request, as in ttft=2s,itl=50ms."),
-    ("rates", "R", "h100-8b (default), h100-8b-rdma, flat-8k, or a JSON file: of benchmarks/engine.py, or your own."),
+    (
+        "rates",
+        "R",
+        "h100-8b (default), h100-8b-fp8, h100-8b-int4, h100-8b-rdma, flat-8k, or a JSON file (benchmarks/engine.py).",
+    ),
     ("gpus", "N", "Number of GPUs; default: any number."),
     ("attainment", "X", "Share of requests that keep the SLO (default 0.9)."),
     ("requests", "N", "Requests of the trace to replay; default: 1500, or as many as last a minute."),

@@ -33,6 +33,7 @@ from common.errors import BatonError, ConfigError, describe, first_line
 FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json", "*_Pooling/config.json"),
+    *("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
 )
 #: Weights: one file, or an index of several. The first form that a repository has is used.
 WEIGHTS = (

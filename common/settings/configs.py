@@ -98,14 +98,15 @@ class EngineSettings(Settings, section="Engine"):
 
     device: str = setting(kinds.DEVICE, "auto", "auto, cpu, cuda or cuda:N")
     dtype: str = choice_setting(
-        ("auto", "float32", "bfloat16"), "float32, bfloat16, or auto: float32 on a CPU, bfloat16 on a GPU"
+        ("auto", "float32", "bfloat16", "float16"),
+        "float32, bfloat16, float16, or auto: float32 on a CPU, bfloat16 on a GPU (float16 before Ampere)",
     )
     kv_dtype: str = choice_setting(
         ("auto", "fp8_e4m3"), "KV in dtype (auto) or in 8 bits with scales (fp8_e4m3), the same on all pods"
     )
     weights: str = choice_setting(
-        ("auto", "int8"),
-        "Weights of the layers in dtype (auto), or on a CPU in 8 bits with one scale per output (int8)",
+        ("auto", "fp8", "int8"),
+        "Weights of the layers as in the checkpoint (auto), or quantised while they load: fp8, or int8 (inputs stay)",
     )
     load_format: str = choice_setting(("auto", "dummy"), "auto, or dummy: random weights, needs only config.json")
     weights_seed: int = setting(kinds.integer(0, (1 << 31) - 1), 0, "Seed of --load-format dummy; default: 0")
@@ -145,7 +146,7 @@ class EngineSettings(Settings, section="Engine"):
     expert_parallel: bool = setting(
         kinds.BOOL,
         False,
-        "Give each rank whole experts of a mixture of experts; default: a part of every expert, if their size allows it",
+        "Give each rank whole experts of a mixture of experts; default: a part of each expert, if their size allows it",
         also=("enable_expert_parallel",),
     )
 
@@ -220,7 +221,6 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
             ("speculation", self.speculation in MODEL_PROPOSERS, "a draft model runs on one device"),
             ("host_cache", self.host_cache > 0, "each rank has its own part of a block"),
             ("checksums", self.checksums, "each rank sees only its own part of a block"),
-            ("weights", self.weights != "auto", "weights of 8 bits are for one CPU"),
         ):
             if asked and size > 1:
                 problem = f"{name} {getattr(self, name)} cannot be combined with tensor_parallel_size {size}: {why}"

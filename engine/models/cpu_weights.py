@@ -4,7 +4,9 @@
     int8        weight[n, k] ~ numbers[n, k] * scales[n]    numbers: int8 in -127..127, scales: bfloat16
 
 torch's product with int8 weights takes bfloat16 inputs, sums in float32 and gives bfloat16 results. That is too coarse
-for logits, so only the layers have int8 weights. Embedding and LM head keep the dtype.
+for logits, so only the layers have int8 weights. Embedding and LM head keep the dtype. It serves `--weights int8`;
+the weights of quantised checkpoints are dequantised when they are loaded, because no product of torch reads them
+exactly.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.errors import ConfigError
 from engine.models.layers import Attention, Embedding, Linear, LinearSlice
+from engine.quantization.inputs import input_rounding
+from engine.quantization.weight import QuantizedWeight
 
-LARGEST = 127
 INPUT_MULTIPLE = 16  # The int8 product reads this many numbers of a row at a time, without a check.
 PACKED_ROWS = 16  # The packed order is chosen for this many tokens of a step; it serves any number.
 
 
 def product(x: Tensor, linear: Linear | LinearSlice | Embedding) -> Tensor:
     """Returns linear(x), [T, out] in the dtype of x [T, in]; of an embedding, x @ weight.T."""
+    if linear.rounding is not None:
+        x = linear.rounding(x)
     if linear.packed is not None:
         result: Tensor = _packed_product()(x, linear.packed, linear.bias, "none", [], "")
         return result
@@ -71,12 +75,16 @@ def pack(embedding: Embedding, layers: list[nn.Module], head: Linear | Embedding
         _free(head)
 
 
-def quantize(layers: list[nn.Module]) -> None:
-    """Replaces the weights of all linear layers by int8 ones. Raises ConfigError if a shape does not fit."""
-    for layer in layers:
-        for module in layer.modules():
-            if isinstance(module, Linear):
-                _quantize(module)
+def place(linear: Linear, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    """Gives a layer its weight in a form of this module: int8 if scheme and shape allow it, or dequantised."""
+    scheme = linear.scheme
+    fits = weight.numbers.device.type == "cpu" and linear.in_features % INPUT_MULTIPLE == 0
+    if scheme is not None and scheme.layout == "load" and weight.kind == "int8" and fits:
+        linear.weight = nn.Parameter(weight.numbers, requires_grad=False)
+        linear.scales = weight.scales[:, 0].to(torch.bfloat16)
+    else:
+        linear.weight = nn.Parameter(weight.dequantize(dtype, linear.in_features), requires_grad=False)
+    linear.rounding = input_rounding(weight)
 
 
 def _packed(weight: Tensor) -> Tensor:
@@ -86,16 +94,3 @@ def _packed(weight: Tensor) -> Tensor:
 
 def _free(linear: Linear | Embedding) -> None:
     linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
-
-
-def _quantize(linear: Linear) -> None:
-    weight = linear.weight
-    if linear.in_features % INPUT_MULTIPLE:
-        name = next(iter(linear.parts))
-        problem = f"{name} has {linear.in_features} inputs, which {INPUT_MULTIPLE} does not divide"
-        raise ConfigError(f"weights int8: {problem}: use --weights auto", field="weights")
-    # The numbers are rounded after the scales, so that the scales' rounding adds no error.
-    scales = (weight.abs().amax(dim=1).float() / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny).bfloat16()
-    numbers = (weight / scales[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
-    linear.weight = nn.Parameter(numbers, requires_grad=False)
-    linear.scales = scales

@@ -7,19 +7,23 @@ the last layer's attention also runs for these rows only, and the other tokens g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.errors import ConfigError
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
-from engine.models.moe import MoE
+from engine.models.moe import Experts, MoE
 from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
 from engine.models.spec import ModelSpec
+from engine.quantization.scheme import Quantization
+from engine.quantization.weight import QuantizedWeight
 
 #: The last layer attends for the requested rows alone if there are at most MAX_SINGLE_ROWS of them and the step has at
 #: least MIN_TOKENS_PER_ROW tokens for each. With fewer tokens the extra kernel launches cost more than they save.
@@ -65,6 +69,7 @@ class Decoder(nn.Module):
         max_len: longest sequence in tokens; sizes the rope tables.
         fused: use Triton kernels instead of plain torch; needs the Triton attention backend. None: True on a GPU.
         all_reduce: makes this a tensor-parallel shard; has the meaning of `all_reduce` in `TorchOps`.
+        quantization: how linear layers are quantised; None: not at all.
     """
 
     def __init__(
@@ -76,18 +81,71 @@ class Decoder(nn.Module):
         *,
         fused: bool | None = None,
         all_reduce: AllReduce | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.quantized_bytes = 0  #: Bytes of the quantised weights of all layers, as they were loaded.
         with torch.device("meta"):
             self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
             self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps)
             own_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
             self.head = self.embedding if spec.tie_word_embeddings else own_head
+            self.capturable = device.type == "cuda" if fused is None else fused
+            if quantization is not None:
+                self._set_schemes(quantization)
         allocate(self, device, dtype)
-        self.capturable = device.type == "cuda" if fused is None else fused
         self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce)
+
+    def _set_schemes(self, quantization: Quantization) -> None:
+        """Sets the scheme of each linear layer. Raises ConfigError if layers of one product have different schemes."""
+        for prefix, linear in self.linears():
+            schemes = {name: quantization.scheme_of(prefix + name) for name in linear.parts}
+            first, *others = schemes
+            for other in others:
+                if schemes[other] != schemes[first]:
+                    texts = [s.text if (s := schemes[name]) else "not quantised" for name in (first, other)]
+                    raise ConfigError(
+                        f"{quantization.file}: weights of the format {quantization.method!r} are not supported: "
+                        f"{prefix}{first} is {texts[0]}, {prefix}{other} is {texts[1]}; they must be alike",
+                        field="model",
+                    )
+            linear.scheme = schemes[first]
+            if linear.scheme is not None and linear is not self.head:  # the head is dequantised when it is loaded
+                linear.weight = nn.Parameter(torch.empty(0))
+        for prefix, experts in self.experts():
+            schemes = {prefix + name: quantization.scheme_of(prefix + name) for name in experts.projection_names()}
+            if not schemes and (scheme := quantization.scheme_of(prefix + experts.names.down)) is not None:
+                if scheme.layout != "load":
+                    problem = f"weights of the format {quantization.method!r} are not supported for experts in one tensor"
+                    raise ConfigError(f"{quantization.file}: {problem} ({prefix}{experts.names.down})", field="model")
+            # int8 is for products of oneDNN with one matrix, so experts keep their dtype.
+            if schemes and not all(s and s.layout == "load" and s.kind == "int8" for s in schemes.values()):
+                experts.set_scheme(schemes, keep_fp8=self.capturable)
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Yields the linear layers, each with the prefix of its names in the checkpoint."""
+        for index, layer in enumerate(self.layers):
+            for module in layer.modules():
+                if isinstance(module, Linear):
+                    yield f"model.layers.{index}.", module
+        if isinstance(self.head, Linear):
+            yield "", self.head
+
+    def experts(self) -> Iterator[tuple[str, Experts]]:
+        """Yields the experts of the layers, each with the prefix of its names in the checkpoint."""
+        for index, layer in enumerate(self.layer_list):
+            if isinstance(layer.mlp, MoE):
+                yield f"model.layers.{index}.", layer.mlp.experts
+
+    def place(self, linear: Linear, weight: QuantizedWeight) -> None:
+        """Gives a layer with a scheme its weight."""
+        self.quantized_bytes += weight.nbytes
+        if linear is self.head:
+            linear.weight.copy_(weight.dequantize(linear.weight.dtype))
+        else:
+            self._ops.place(linear, weight, self.embedding.weight.dtype)
 
     @property
     def layer_list(self) -> list[Layer]:

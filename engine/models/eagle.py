@@ -90,6 +90,8 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
     """
     nested = config.get("transformer_layer_config") or config.get("model")
     config = {**(nested if isinstance(nested, Mapping) else {}), **config}
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise draft_error("EAGLE head: quantised weights are not supported; use the head's unquantised checkpoint")
     name = str((config.get("architectures") or [""])[0])
     fuses = "eagle3" in name.lower() or config.get("draft_vocab_size") is not None
     try:

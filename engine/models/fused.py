@@ -78,7 +78,7 @@ class FusedOps(TorchOps):
             if self._all_reduce is None:
                 rms_norm(part, norm.weight, norm.eps, out=part)
             else:
-                split = part.unflatten(1, (count, dim))
+                split = part.view(-1, count, dim)
                 split.copy_(self._joint_norm(split, norm))
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
@@ -141,7 +141,7 @@ class FusedOps(TorchOps):
                 numbers.data, scales.data = numbers.new_empty(0), scales.new_empty(0)
             return made
 
-        moe.prepared = ExpertLayer(
+        prepared = ExpertLayer(
             router=router.weight,
             rule=RoutingRule(
                 router.top_k,
@@ -160,7 +160,8 @@ class FusedOps(TorchOps):
             down_bias=experts.down_bias,
             gpt_oss=experts.activation == "gpt_oss",
         )
-        return moe.prepared
+        moe.prepared = prepared
+        return prepared
 
     def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
         weight = head.weight

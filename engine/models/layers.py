@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.spec import ModelSpec
+from engine.quantization.inputs import InputRounding
+from engine.quantization.scheme import Scheme
+from engine.quantization.weight import QuantizedWeight
 
 
 class Target(NamedTuple):
@@ -41,6 +44,10 @@ class Linear(nn.Linear):
 
     packed: Tensor | None = None  # The weight in another order, see `engine.models.cpu_weights`.
     scales: Tensor | None = None  # [outputs] if the weight is int8.
+    scheme: Scheme | None = None  # How the checkpoint quantises the layer. `weight` is empty until it is loaded.
+    quantized: QuantizedWeight | None = None  # The weight of kernels that multiply with it; `weight` stays empty.
+    prepared: Any = None  # The form of `quantized` that the kernels read.
+    rounding: InputRounding | None = None  # Rounds the inputs of a product with a dequantised weight.
     multiplier = 1.0  # Factor on the product where it is added to the residual stream.
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool, split: int | None = None) -> None:
@@ -57,7 +64,7 @@ class Embedding(nn.Embedding):
 
     split = None
     packed: Tensor | None = None  # As in `Linear`.
-    bias = scales = None
+    bias = scales = scheme = quantized = prepared = rounding = None
 
     def __init__(self, name: str, rows: int, size: int) -> None:
         super().__init__(rows, size)
@@ -103,6 +110,9 @@ class LinearSlice(NamedTuple):
     bias: Tensor | None = None
     scales: Tensor | None = None
     packed: Tensor | None = None
+    quantized: QuantizedWeight | None = None
+    prepared: Any = None
+    rounding: InputRounding | None = None
 
 
 class Attention(nn.Module):
@@ -116,6 +126,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.window = window
         self.packed_kv: Tensor | None = None  # The packed weight of `kv`, if `qkv` is packed.
+        self.prepared_kv: Any = None  # The same for `prepared`.
         queries, keys, values = (f"self_attn.{name}_proj" for name in "qkv")
         projections = {queries: spec.query_size, keys: spec.kv_size, values: spec.kv_size}
         self.qkv = Linear(inputs or spec.hidden_size, projections, bias=spec.qkv_bias, split=0)
@@ -151,12 +162,15 @@ class Attention(nn.Module):
     @property
     def kv(self) -> LinearSlice:
         """The part of `qkv` that computes keys and values."""
-        rows, bias, scales = self.kv_rows, self.qkv.bias, self.qkv.scales
+        rows, bias, scales, quantized = self.kv_rows, self.qkv.bias, self.qkv.scales, self.qkv.quantized
         return LinearSlice(
             self.qkv.weight[rows],
             None if bias is None else bias[rows],
             None if scales is None else scales[rows],
-            packed=self.packed_kv,
+            self.packed_kv,
+            None if quantized is None else quantized.rows(rows),
+            self.prepared_kv,
+            self.qkv.rounding,
         )
 
 
@@ -199,11 +213,11 @@ def _of_heads(order: Tensor, heads: int) -> Tensor:
 def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replaces parameters on the meta device by uninitialised ones without gradients on `device`.
 
-    Floating-point parameters get the dtype, except those that their module names in `float32_parameters`.
+    float32 parameters get the dtype, except those that their module names in `float32_parameters`.
     """
     # Not to_empty: torch's copy of a meta tensor imports modules for a second.
     model._apply(  # type: ignore[no-untyped-call]
-        lambda p: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype, device=device)
+        lambda p: torch.empty(p.shape, dtype=dtype if p.dtype == torch.float32 else p.dtype, device=device)
     )
     for module in model.modules():
         for name in getattr(module, "float32_parameters", ()):

@@ -6,19 +6,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from common.errors import ConfigError
-from engine.device import require_memory
+from engine.device import format_bytes, require_memory
 from engine.models import weights
 from engine.models.base import Model, ModelShape
-from engine.models.cpu_weights import quantize
 from engine.models.decoder import Decoder
 from engine.models.ops import AllReduce
 from engine.models.spec import UNSHARDED, ModelSpec, NotNative, Shard, eos_token_ids, parse_spec, read_config
+from engine.quantization.formats import read_quantization
+from engine.quantization.scheme import Quantization, at_load
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,12 @@ class ModelSource:
     spec: ModelShape
     model_dir: Path
     seed: int | None  # Seed of random weights. None: the weights are the directory's safetensors files.
-    weights: str = "auto"  # Form of the weights: in the dtype of the model (auto), or int8.
+    quantization: Quantization | None = None  # How linear layers are quantised, in the checkpoint or while they load.
+
+    @property
+    def weights_text(self) -> str:
+        """How the weights are quantised, in words; "" if they are not. Pods compare it, and clients see it."""
+        return "" if self.quantization is None else self.quantization.text
 
     def revision(self, device: torch.device) -> str:
         """Returns 16 hex digits for configuration and weights. Equal revisions compute the same KV on `device`."""
@@ -36,7 +45,7 @@ class ModelSource:
             revision = weights.weights_revision(self.spec, self.model_dir)
         else:
             revision = weights.digest(f"dummy {self.seed} {device.type} {self.spec!r}")
-        return revision if self.weights == "auto" else weights.digest(f"{revision} {self.weights}")
+        return revision if self.quantization is None else weights.digest(f"{revision} {self.quantization!r}")
 
     @torch.inference_mode()
     def load(
@@ -59,22 +68,17 @@ class ModelSource:
                 from engine.models.hf.spec import HfSpec
 
                 assert isinstance(spec, HfSpec)
-                if self.weights != "auto":
-                    problem = f"{spec.architecture} is computed by transformers, in its dtype only"
-                    raise ConfigError(f"weights {self.weights}: {problem}: use --weights auto", field="weights")
                 return load_hf_model(spec, self.model_dir, device, dtype, seed=self.seed)
-            if self.weights != "auto" and spec.moe is not None:
-                problem = f"{spec.architecture} has experts, whose weights stay in the model's dtype"
-                raise ConfigError(f"weights {self.weights}: {problem}: use --weights auto", field="weights")
-            model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce)
+            quantization = self.quantization
+            model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce, quantization=quantization)
             if self.seed is None:
                 assert isinstance(self.spec, ModelSpec)
-                weights.load_weights(model, self.model_dir, self.spec, shard)
+                weights.load_weights(model, self.model_dir, self.spec, shard, quantization)
             else:
                 weights.randomize(model, self.seed, shard)
             model.prepare()
-            if self.weights == "int8":
-                quantize(list(model.layers))
+            if quantization is not None:
+                _log.info("weights: %s, %s in the layers", quantization.text, format_bytes(model.quantized_bytes))
             return model
 
 
@@ -82,9 +86,14 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: 
     """Reads a model directory's configuration. Raises ConfigError if it is malformed, or the model is not supported.
 
     load_format "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only. `form`
-    is the field `weights` of the result.
+    is the setting `weights`: auto, or the kind to which an unquantised checkpoint is quantised.
     """
     config, generation = read_config(model_dir)
+    stored = read_quantization(model_dir, config)
+    if stored is not None and form != "auto":
+        problem = f"the checkpoint is quantised already, as {stored.text}"
+        raise ConfigError(f"weights {form}: {problem}: use --weights auto", field="weights")
+    quantization = at_load(form) if stored is None else stored
     try:
         spec: ModelShape = parse_spec(config, generation)
     except NotNative as reason:
@@ -93,5 +102,10 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: 
         except ImportError as error:
             remedy = "other models need transformers: pip install 'baton-serving[hf]'"
             raise ConfigError(f"{reason.message}; {remedy} ({error})", field="model") from error
+        if quantization is not None:
+            field = "weights" if stored is None else "model"
+            where = f"weights {form}" if stored is None else f"{stored.file}: weights of the format {stored.method!r}"
+            problem = f"{reason.message}, and transformers computes it in its dtype only"
+            raise ConfigError(f"{where} are not supported for this model: {problem}", field=field) from reason
         spec = trace_spec(model_dir, eos_token_ids(config, generation))
-    return ModelSource(spec, model_dir, seed if load_format == "dummy" else None, form)
+    return ModelSource(spec, model_dir, seed if load_format == "dummy" else None, quantization)

@@ -11,16 +11,20 @@ way. `route` computes the same on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.errors import ConfigError
 from engine.models.layers import MLP, Target
 from engine.models.spec import ModelSpec, MoeSpec, Shard
 from engine.models.spec.model import MXFP4_GROUP, Activation
+from engine.quantization.scheme import Scheme
+from engine.quantization.weight import BLOCK, QuantizedWeight
 
 GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0  # Slope of the sigmoid, and the bound of gate and up, in gpt-oss.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # The positive numbers of 4 bits; bit 3 is the sign.
@@ -32,7 +36,8 @@ class ExpertNames(NamedTuple):
     router: str
     gate_up: str  # All experts stacked: [experts, 2 * I, hidden].
     down: str  # All experts stacked: [experts, hidden, I].
-    each: tuple[str, str, str] | None = None  # gate, up and down of one expert, `{}` for its number. None: stacked only.
+    #: gate, up and down of one expert, `{}` for its number. None: a checkpoint has the experts stacked only.
+    each: tuple[str, str, str] | None = None
     #: gpt-oss: the stacked weights are transposed, and gate and up are the even and odd columns of gate_up.
     interleaved: bool = False
 
@@ -56,7 +61,7 @@ _NAMES = {
 }
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Chooses the experts of a token. Every rank has all of it.
 
     Attributes:
@@ -65,7 +70,7 @@ class Router(nn.Module):
         correction: float32 [experts] or None, added to the scores for the choice only.
     """
 
-    float32_parameters = ("correction",)
+    float32_parameters: tuple[str, ...] = ("correction",)
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
@@ -96,8 +101,11 @@ class Experts(nn.Module):
             low four bits are the even input.
         down: [E, hidden, I]. In MXFP4: uint8 [E, hidden, I / 2].
         gate_up_bias, down_bias: [E, 2 * I] and [E, hidden], or None.
-        gate_up_scales, down_scales: the scales of MXFP4, uint8 exponents with a bias of 127 for each group of 32
-            inputs, [E, 2 * I, hidden / 32] and [E, hidden, I / 32]. None: the weights are in the model's dtype.
+        gate_up_scales, down_scales: None if the weights are in the model's dtype. In MXFP4: uint8 exponents with a bias
+            of 127 for each group of 32 inputs, [E, 2 * I, hidden / 32] and [E, hidden, I / 32]. In FP8 (e4m3 numbers):
+            float32 for each output, [E, outputs, 1], or for blocks of 128 x 128 numbers.
+        scheme: how the checkpoint quantises the weights, or how they are quantised while they load; None: not at all,
+            or in MXFP4.
         first: number of the first expert. A token's other experts belong to other ranks and are left out here.
     """
 
@@ -112,18 +120,75 @@ class Experts(nn.Module):
         self.down, self.down_scales = _weight(count, hidden, size, mxfp4=moe.mxfp4)
         self.gate_up_bias = nn.Parameter(torch.empty(count, 2 * size)) if moe.gate_up_bias else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if moe.down_bias else None
+        self.scheme: Scheme | None = None
+        self.float32_parameters: tuple[str, ...] = ()
+
+    def set_scheme(self, schemes: Mapping[str, Scheme | None], *, keep_fp8: bool) -> None:
+        """Sets the scheme of the weights, by `projection_names`. Raises ConfigError if the weights differ in it.
+
+        keep_fp8: the weights stay in FP8. Otherwise they are dequantised when they are loaded, as other formats are.
+        """
+        first, *others = schemes.items()
+        if any(scheme != first[1] for _, scheme in others):
+            raise ConfigError(f"{first[0]} and other experts of its layer are quantised differently", field="model")
+        self.scheme = first[1]
+        if self.scheme is None or not keep_fp8 or self.scheme.kind != "fp8":
+            return
+        block = self.scheme.extent == "block"
+        if block and self.size % BLOCK:
+            return  # gate and up would share a block
+        for name, outputs, inputs in (("gate_up", 2 * self.size, self.hidden), ("down", self.hidden, self.size)):
+            count = len(getattr(self, name))
+            numbers = torch.empty(count, outputs, inputs, dtype=torch.float8_e4m3fn)
+            extent = (-(-outputs // BLOCK), -(-inputs // BLOCK)) if block else (outputs, 1)
+            setattr(self, name, nn.Parameter(numbers, requires_grad=False))
+            setattr(self, f"{name}_scales", nn.Parameter(torch.empty(count, *extent)))
+        self.float32_parameters = ("gate_up_scales", "down_scales")
+
+    def projection_names(self) -> list[str]:
+        """Returns the names of all experts' projections; empty if a checkpoint has the experts stacked only."""
+        each = () if self.names.each is None else self.names.each
+        return [name.format(e).removesuffix(".weight") for e in range(self.num_experts) for name in each]
+
+    def projections(self, shard: Shard) -> Iterator[Projection]:
+        """Yields the projections of this rank's experts."""
+        assert self.names.each is not None
+        spans = self._spans(shard)
+        for local in range(len(self.gate_up)):
+            names = (name.format(self.first + local).removesuffix(".weight") for name in self.names.each)
+            for kind, name in zip(("gate", "up", "down"), names, strict=True):
+                outputs, inputs = (self.hidden, spans.whole) if kind == "down" else (spans.whole, self.hidden)
+                yield Projection(name, kind, local, outputs, inputs, spans.inner)
+
+    def place(self, projection: Projection, weight: QuantizedWeight) -> None:
+        """Stores the weight of a projection, of which this rank has a part."""
+        down, span = projection.kind == "down", projection.span
+        if span != slice(0, projection.inputs if down else projection.outputs):
+            weight = weight.columns(span) if down else weight.rows(span)
+        numbers, scales = (self.down, self.down_scales) if down else (self.gate_up, self.gate_up_scales)
+        tensor = numbers[projection.local]
+        rows = tensor if down else tensor.chunk(2)[projection.kind == "up"]
+        if scales is None:
+            rows.copy_(weight.dequantize(tensor.dtype, rows.shape[1]))
+            return
+        rows.copy_(weight.numbers)
+        extent = scales[projection.local]
+        (extent if down else extent.chunk(2)[projection.kind == "up"]).copy_(weight.scales)
 
     def dequantize(self, dtype: torch.dtype) -> None:
-        """Replaces MXFP4 weights by weights of `dtype`, which the torch path computes with."""
-        if self.gate_up_scales is not None and self.down_scales is not None:
-            gate_up = dequantize_mxfp4(self.gate_up, self.gate_up_scales, dtype)
-            self.gate_up, self.gate_up_scales = nn.Parameter(gate_up, requires_grad=False), None
-            down = dequantize_mxfp4(self.down, self.down_scales, dtype)
-            self.down, self.down_scales = nn.Parameter(down, requires_grad=False), None
+        """Replaces MXFP4 and FP8 weights by weights of `dtype`, which the torch path computes with."""
+        for name in ("gate_up", "down"):
+            scales = getattr(self, f"{name}_scales")
+            if scales is not None:
+                weight = _dequantize(getattr(self, name), scales, dtype)
+                setattr(self, name, nn.Parameter(weight, requires_grad=False))
+                setattr(self, f"{name}_scales", None)
 
     def targets(self, shard: Shard) -> Iterator[tuple[str, Target]]:
         """Yields the name and the destination of each checkpoint tensor, also of those that only other ranks need."""
         names, spans = self.names, self._spans(shard)
+        if self.scheme is not None:
+            return  # `projections` says what is read
         if names.interleaved:
             yield from self._interleaved_targets(spans)
             return
@@ -170,14 +235,12 @@ class Experts(nn.Module):
                 ("blocks", (MXFP4_GROUP // 2,), self.gate_up, self.down),
                 ("scales", (), self.gate_up_scales, self.down_scales),
             ):
+                shapes = (*sizes[0], *bytes_per_group), (*sizes[1], *bytes_per_group)
                 yield (
                     f"{names.gate_up}_{suffix}",
-                    target(gate_up, (*sizes[0], *bytes_per_group), lambda p: _deinterleave(p[experts, rows]).flatten(2)),
+                    target(gate_up, shapes[0], lambda p: _deinterleave(p[experts, rows]).flatten(2)),
                 )
-                yield (
-                    f"{names.down}_{suffix}",
-                    target(down, (*sizes[1], *bytes_per_group), lambda p: p[experts, :, groups].flatten(2)),
-                )
+                yield f"{names.down}_{suffix}", target(down, shapes[1], lambda p: p[experts, :, groups].flatten(2))
         else:
             shapes = (count, hidden, 2 * whole), (count, whole, hidden)
             yield (
@@ -221,6 +284,17 @@ class Experts(nn.Module):
         return _Spans(slice(self.first, self.first + local), slice(first, first + self.size), whole, split)
 
 
+class Projection(NamedTuple):
+    """One projection of one expert in a checkpoint."""
+
+    name: str
+    kind: str  # gate, up or down.
+    local: int  # The expert, counted from the first one of this rank.
+    outputs: int  # Of the whole model.
+    inputs: int
+    span: slice  # This rank's outputs of gate and up, its inputs of down.
+
+
 class _Spans(NamedTuple):
     """The part of a layer's experts that a rank has."""
 
@@ -237,11 +311,11 @@ class MoE(nn.Module):
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
-        self.router, self.experts = Router(spec, moe), Experts(spec, moe)
+        self.router, self.experts = ExpertRouter(spec, moe), Experts(spec, moe)
         self.shared = MLP(spec, "mlp.shared_experts", moe.shared_size) if moe.shared_size else None
 
 
-def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: ExpertRouter) -> tuple[Tensor, Tensor]:
     """Returns the weights float32 [T, top_k] and the experts int32 [T, top_k] of tokens x [T, hidden].
 
     Computed in float32: a rounded score may choose another expert.
@@ -251,7 +325,7 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
     choice = scores if router.correction is None else scores + router.correction
     if router.groups > 1:
-        grouped = choice.unflatten(-1, (router.groups, -1))
+        grouped = choice.view(len(x), router.groups, -1)
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
         open_groups = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=x.device).scatter_(1, best, True)
         choice = grouped.masked_fill(~open_groups.unsqueeze(-1), float("-inf")).flatten(1)
@@ -274,7 +348,7 @@ def grouped_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: Experts)
     numbers, copies = (experts.flatten().long() - layer.first).sort(stable=True)
     ends = torch.searchsorted(numbers, torch.arange(len(layer.gate_up) + 1, device=x.device)).tolist()
     results = x.new_zeros(tokens * top_k, x.shape[1])
-    for expert, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for expert, (start, end) in enumerate(itertools.pairwise(ends)):
         if start == end:
             continue
         rows = copies[start:end]
@@ -299,7 +373,7 @@ def dequantize_mxfp4(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
     """Returns the weights [..., K] of uint8 numbers [..., K / 2] and uint8 scales [..., K / 32]."""
     table = _mxfp4_table(numbers.device)
     nibbles = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
-    values = table[nibbles.int()].unflatten(-1, (-1, MXFP4_GROUP))
+    values = table[nibbles.int()].view(*scales.shape, MXFP4_GROUP)
     return torch.ldexp(values, (scales.int() - 127).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
@@ -328,6 +402,16 @@ def _expert_weights(layer: Experts, expert: int, dtype: torch.dtype) -> tuple[Te
     """Returns gate_up and down of one expert in the dtype."""
     gate_up, down = layer.gate_up[expert], layer.down[expert]
     if layer.gate_up_scales is not None and layer.down_scales is not None:
-        gate_up = dequantize_mxfp4(gate_up, layer.gate_up_scales[expert], dtype)
-        down = dequantize_mxfp4(down, layer.down_scales[expert], dtype)
+        gate_up = _dequantize(gate_up, layer.gate_up_scales[expert], dtype)
+        down = _dequantize(down, layer.down_scales[expert], dtype)
     return gate_up, down
+
+
+def _dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the weights [..., N, K] of MXFP4 or FP8 numbers."""
+    if numbers.dtype == torch.uint8:
+        return dequantize_mxfp4(numbers, scales, dtype)
+    outputs, inputs = numbers.shape[-2:]
+    if scales.shape[-2:] != (outputs, 1):
+        scales = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :outputs, :inputs]
+    return (numbers.float() * scales).to(dtype)

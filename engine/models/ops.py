@@ -16,10 +16,11 @@ from torch import Tensor
 
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
-from engine.models.cpu_weights import product
+from engine.models.cpu_weights import place, product
 from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
 from engine.models.moe import MoE, grouped_experts, route
 from engine.models.spec import RopeSpec
+from engine.quantization.weight import QuantizedWeight
 
 #: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
 #: Normalises queries and keys, rotates them, writes keys and values to the pool and attends. Overwrites qkv.
@@ -39,6 +40,10 @@ class TorchOps:
 
     def __init__(self, cos: Tensor, sin: Tensor, all_reduce: AllReduce | None = None) -> None:
         self._cos, self._sin, self._all_reduce = cos, sin, all_reduce
+
+    def place(self, linear: Linear, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        """Gives a layer its quantised weight, in the form with which these operations multiply inputs of `dtype`."""
+        place(linear, weight, dtype)
 
     def attention_for(self, positions: Tensor, context: ForwardContext) -> AttentionFn:
         """Prepares the attention of one step: does the work that all layers share, once."""
@@ -105,7 +110,7 @@ class TorchOps:
         """Returns x + linear(y) * linear.multiplier, which overwrites x."""
         if self._all_reduce is None:
             return x.add_(product(y, linear), alpha=linear.multiplier)
-        part = F.linear(y, linear.weight)  # a rank's weights are plain
+        part = product(y, LinearSlice(linear.weight, scales=linear.scales, rounding=linear.rounding))
         self._all_reduce(part)
         x.add_(part, alpha=linear.multiplier)
         return x if linear.bias is None else x.add_(linear.bias, alpha=linear.multiplier)

@@ -14,7 +14,9 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,14 +30,22 @@ from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.layers import Embedding, Linear, RMSNorm, Sinks, Target
-from engine.models.moe import Experts, Router
-from engine.models.spec.model import MXFP4_GROUP
+from engine.models.moe import Experts, ExpertRouter
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
-from engine.progress import progress
+from engine.models.spec.model import MXFP4_GROUP
+from engine.progress import Progress, progress
+from engine.quantization.at_load import quantize
+from engine.quantization.checkpoint import LayerReader
+from engine.quantization.scheme import Quantization
+from engine.quantization.weight import QuantizedWeight, concatenate
 
 _log = logging.getLogger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32)
+#: Scales of keys and values in the files of the formats. KV in 8 bits has a scale for each token, see `LayerKV`.
+_KV_SCALE = re.compile(r"\.self_attn\.((attn\.)?[kv]_scale|kv_scale|[kv]_proj\.([kv]_scale|output_scale))$")
 _SAMPLES, _SAMPLE_BYTES = 16, 256  # The revision hashes this many samples of each tensor, of this size.
 
 
@@ -45,6 +55,8 @@ def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARD
     for module in root.modules():
         if isinstance(module, Linear | Embedding | RMSNorm):
             for kind, parameter in module.named_parameters(recurse=False):
+                if kind == "weight" and isinstance(module, Linear) and module.scheme is not None:
+                    continue  # `_load_quantized` reads it
                 parts = torch.split(parameter, list(module.parts.values()))
                 for name, part in zip(module.parts, parts, strict=True):
                     order = module.orders.get(name)
@@ -52,7 +64,7 @@ def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARD
         elif isinstance(module, Sinks):
             (name,) = module.parts
             targets[f"{prefix}{name}"] = Target(module.weight, module.split)
-        elif isinstance(module, Experts | Router):
+        elif isinstance(module, Experts | ExpertRouter):
             found = module.targets(shard) if isinstance(module, Experts) else module.targets()
             targets |= {f"{prefix}{name}": target for name, target in found}
     return targets
@@ -70,22 +82,35 @@ def _split_dim(module: nn.Module, kind: str) -> int | None:
     return None if kind == "bias" and split == 1 else split
 
 
-def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = UNSHARDED) -> None:
-    """Loads this rank's part (`shard`) of a checkpoint of the whole model `spec` into `model`, in the model's dtype."""
+def load_weights(
+    model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = UNSHARDED, quantization: Quantization | None = None
+) -> None:
+    """Loads this rank's part (`shard`) of a checkpoint of the whole model `spec` into `model`, in the model's dtype.
+
+    `quantization` is that of the model. Its layers are read and placed one after the other, so beside the model there
+    are the tensors of one layer.
+    """
     targets = _decoder_targets(model, shard)
     missing = {name for name, target in targets.items() if target.tensor is not None and not target.replaces}
     unused = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.extra_layers))
+    others = {  # quantised experts of other ranks
+        prefix + name
+        for prefix, experts in model.experts()
+        if experts.scheme is not None and len(experts.gate_up) < experts.num_experts
+        for name in experts.projection_names()
+    }
     only_pickled(model_dir)
     total = sum(file.stat().st_size for file in _files(model_dir))
+    device = model.embedding.weight.device
     with progress(f"loading {directory_name(model_dir)}", total / 1e9, "GB") as loaded:
-        for file, name in _tensors(model_dir, model.embedding.weight.device):
+        read = set() if quantization is None else _load_quantized(model, model_dir, shard, loaded)
+        for file, name in _tensors(model_dir, device):
             # With tied embeddings a checkpoint has either name, or both.
             key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
             target = targets.get(key)
             if target is None:
-                # Only rank 0 computes logits.
-                known = name.endswith("rotary_emb.inv_freq") or name.startswith(unused)
-                if not known and not (name == HEAD and shard.rank > 0):
+                known = name in read or name.startswith(unused) or name.rpartition(".")[0] in others
+                if not known and not _is_unused(file, name, shard, quantization):
                     raise ConfigError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use")
                 continue
             if target.tensor is None:
@@ -100,6 +125,59 @@ def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard 
                 raise ConfigError(f"the checkpoint has {key} twice, with different numbers{tie}")
     if missing:
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, for example {min(missing)}")
+
+
+def _is_unused(file: Any, name: str, shard: Shard, quantization: Quantization | None) -> bool:
+    """Returns whether a checkpoint may have a tensor that the model has no parameter for."""
+    if name.startswith("lm_head.") and shard.rank > 0:  # only rank 0 computes logits
+        return True
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if quantization is None:
+        return False
+    if quantization.kv_scales and _KV_SCALE.search(name):
+        if ".layers.0." in name:
+            _log.info("%s and the like are not used: KV in 8 bits has a scale for each token and head", name)
+        return True
+    module, _, kind = name.rpartition(".")  # GPTQ writes a bias of zeros for layers without one
+    return kind == "bias" and quantization.scheme_of(module) is not None and not bool(file.get_tensor(name).any())
+
+
+def _load_quantized(model: Decoder, model_dir: Path, shard: Shard, loaded: Progress) -> set[str]:
+    """Reads the weights of the layers that have a scheme. Returns the names of the tensors that they consist of."""
+    with _OpenFiles(model_dir, model.embedding.weight.device, loaded) as files:
+        for prefix, linear in model.linears():
+            if linear.scheme is None:
+                continue
+            across, along = (shard.size if linear.split == dim else 1 for dim in (0, 1))
+            parts = []
+            for name, outputs in linear.parts.items():
+                sizes = outputs * across, linear.in_features * along
+                weight = LayerReader(files, prefix + name, *sizes, linear.scheme).weight()
+                weight = _part_of(weight, linear, outputs, shard)
+                order = linear.orders.get(name)
+                parts.append(weight if order is None else weight.reordered(order))
+            try:
+                model.place(linear, concatenate(parts))
+            except ValueError as error:
+                names = " and ".join(prefix + name for name in linear.parts)
+                raise ConfigError(f"{names} cannot be one product: they have {error}", field="model") from error
+        for prefix, experts in model.experts():
+            if (scheme := experts.scheme) is None:
+                continue
+            for projection in experts.projections(shard):
+                sizes = projection.outputs, projection.inputs
+                experts.place(projection, LayerReader(files, prefix + projection.name, *sizes, scheme).weight())
+        return files.read_names
+
+
+def _part_of(weight: QuantizedWeight, linear: Linear, outputs: int, shard: Shard) -> QuantizedWeight:
+    """Returns this rank's part of the weight of one projection, which has `outputs` outputs on each rank."""
+    if shard.size == 1 or linear.split is None:
+        return weight
+    if linear.split == 0:
+        return weight.rows(slice(shard.rank * outputs, (shard.rank + 1) * outputs))
+    return weight.columns(slice(shard.rank * linear.in_features, (shard.rank + 1) * linear.in_features))
 
 
 def _read(file: Any, name: str, target: Target, shard: Shard) -> Tensor:
@@ -119,9 +197,12 @@ def _read(file: Any, name: str, target: Target, shard: Shard) -> Tensor:
         width = target.tensor.shape[split]
         span = slice(shard.rank * width, (shard.rank + 1) * width)
         tensor = part[span] if split == 0 else part[:, span]
-    if torch.is_floating_point(tensor) != torch.is_floating_point(target.tensor):
-        needed = "floating-point weights" if torch.is_floating_point(target.tensor) else f"{target.tensor.dtype}"
-        raise ConfigError(f"{name} has dtype {tensor.dtype}; only {needed} are supported")
+    wanted = (torch.uint8,) if target.tensor.dtype == torch.uint8 else _DTYPES
+    if tensor.dtype not in wanted:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        problem = "the quantization config does not name this layer" if tensor.dtype in _QUANTIZED else "unsupported"
+        names = "uint8" if len(wanted) == 1 else "float32, bfloat16 or float16"
+        raise ConfigError(f"{name} has dtype {dtype}: {problem}; expected {names}")
     return tensor if target.order is None else tensor[target.order.to(tensor.device)]
 
 
@@ -129,10 +210,16 @@ def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
     """Fills all parameters in place with random numbers: norms with 1, biases with 0, matrices with N(0, 1 / inputs).
 
     A seed gives the same numbers on all devices of one type: each parameter has its own stream, keyed by its name. A
-    shard gets its part of the numbers of the whole model. Peak memory is the shard and one whole parameter.
+    shard gets its part of the numbers of the whole model. Peak memory is the shard and one whole parameter. Weights
+    of layers with a scheme are quantised.
     """
-    for path, module in model.named_modules():
-        for kind, parameter in module.named_parameters(recurse=False):
+    for path, module in list(model.named_modules()):
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(module, Linear) and isinstance(model, Decoder) and parameter.numel() == 0:
+                _randomize_quantized(f"{path}.{kind}", module, model, seed, shard)
+                continue
+            if isinstance(module, Experts) and module.scheme is not None:
+                continue
             shape = _whole_shape(module, kind, parameter, shard)
             if shape == list(parameter.shape):
                 _randomize(f"{path}.{kind}", parameter, seed)
@@ -140,6 +227,17 @@ def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
             whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
             _randomize(f"{path}.{kind}", whole, seed)
             parameter.copy_(rank_part(module, kind, whole, shard))
+        if isinstance(module, Experts) and module.scheme is not None:
+            _randomize_experts(path, module, seed, shard)
+
+
+def _randomize_experts(path: str, experts: Experts, seed: int, shard: Shard) -> None:
+    """Quantises random weights. Each projection of an expert has its own stream."""
+    assert experts.scheme is not None
+    for projection in experts.projections(shard):
+        whole = torch.empty(projection.outputs, projection.inputs, device=experts.gate_up.device)
+        _randomize(f"{path}.{projection.name}", whole, seed)
+        experts.place(projection, quantize(whole, experts.scheme))
 
 
 def _whole_shape(module: nn.Module, kind: str, parameter: Tensor, shard: Shard) -> list[int]:
@@ -152,6 +250,20 @@ def _whole_shape(module: nn.Module, kind: str, parameter: Tensor, shard: Shard) 
     return shape
 
 
+def _randomize_quantized(name: str, linear: Linear, model: Decoder, seed: int, shard: Shard) -> None:
+    assert linear.scheme is not None
+    across, along = (shard.size if linear.split == dim else 1 for dim in (0, 1))
+    shape = linear.out_features * across, linear.in_features * along
+    whole = torch.empty(shape, device=model.embedding.weight.device)
+    _randomize(name, whole, seed)
+    weight, parts, start = quantize(whole, linear.scheme), [], 0
+    for outputs in linear.parts.values():
+        part = weight.rows(slice(start, start + outputs * across))
+        parts.append(_part_of(part, linear, outputs, shard))
+        start += outputs * across
+    model.place(linear, concatenate(parts))
+
+
 def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tensor:
     """Returns the part of the whole model's parameter `kind` that belongs to `module`, the module of this rank."""
     if isinstance(module, Experts):
@@ -160,7 +272,7 @@ def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tens
     if split is None:
         return whole
     assert isinstance(module, Linear | RMSNorm | Sinks)
-    joined = module.parts.values() if split == 0 else [module.in_features]
+    joined = [module.in_features] if isinstance(module, Linear) and split == 1 else list(module.parts.values())
     parts = torch.split(whole, [width * shard.size for width in joined], split)
     return torch.cat([part.chunk(shard.size, split)[shard.rank] for part in parts], split)
 
@@ -258,13 +370,50 @@ def only_pickled(model_dir: Path) -> bool:
 def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[Any, str]]:
     """Yields (open file, name) of every tensor. Tensors are read to the device."""
     for path in _files(model_dir):
-        try:
-            opened: Any = _Pickled(path, device) if path.suffix == ".bin" else safe_open(path, "pt", device=str(device))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read as safetensors: {describe(error)}", field="model") from error
-        with opened as file:
+        with _open(path, device) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield file, name
+
+
+def _open(path: Path, device: torch.device) -> Any:
+    """Opens a file of a checkpoint; its tensors are read to the device. Raises ConfigError."""
+    try:
+        return _Pickled(path, device) if path.suffix == ".bin" else safe_open(path, "pt", device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors: {describe(error)}", field="model") from error
+
+
+class _OpenFiles:
+    """All tensors of a checkpoint by name (`engine.quantization.checkpoint.TensorFiles`)."""
+
+    def __init__(self, model_dir: Path, device: torch.device, loaded: Progress) -> None:
+        self.read_names: set[str] = set()
+        self._paths, self._device, self._loaded = _files(model_dir), device, loaded
+        self._opened, self._files = ExitStack(), dict[str, list[Any]]()
+
+    def __enter__(self) -> Self:
+        for path in self._paths:
+            file = self._opened.enter_context(_open(path, self._device))
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
+                self._files.setdefault(name, []).append(file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name][0].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        if len(self._files[name]) > 1:
+            raise ConfigError(f"the checkpoint has {name} in two files", field="model")
+        tensor: Tensor = self._files[name][0].get_tensor(name)
+        self._loaded.advance(tensor.nbytes / 1e9)
+        self.read_names.add(name)
+        return tensor
 
 
 class _Pickled:

@@ -124,13 +124,14 @@ class TensorParallelBuilder(EngineBuilder):
                 revision=revision,
                 load_format=config.load_format,
                 weights_seed=config.weights_seed,
+                weights=config.weights,
                 threads=config.threads_per_rank,
             )
         rank_group.receive()
         host, size = rank_group.host, self.shard.size
         store, port = open_store(host)
-        load = {"size": size, "whole_experts": self.shard.whole_experts, "dtype": dtype, "max_len": max_len}
-        rank_group.send("load", **load, store=port, host=host)
+        whole = self.shard.whole_experts
+        rank_group.send("load", size=size, whole_experts=whole, dtype=dtype, max_len=max_len, store=port, host=host)
         collectives = Collectives(store, 0, size, device, host)
         rank_group.on_failure = collectives.abort
         local = load_shard(self._source, self.shard, collectives, max_len, device, TORCH_DTYPES[dtype])

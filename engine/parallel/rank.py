@@ -95,7 +95,8 @@ class Rank:
         make_current(self._device)
         if self._device.type == "cuda":
             torch.set_float32_matmul_precision("highest")
-        self._source = open_model(Path(fields["model_dir"]), fields["load_format"], fields["weights_seed"])
+        names = ("load_format", "weights_seed", "weights")
+        self._source = open_model(Path(fields["model_dir"]), *(fields[name] for name in names))
         revision = self._source.revision(self._device)
         if revision != fields["revision"]:
             difference = f"revision {revision} instead of {fields['revision']}"

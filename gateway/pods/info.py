@@ -18,6 +18,7 @@ class PodInfo:
     address: str
     role: Role
     model: str
+    weights: str = ""  #: How the weights are quantised, in words; "": not at all.
     fingerprint: str  #: Hash of the KV layout; only pods with equal fingerprints work together.
     scope: str  #: Key space of the layout in the prefix index.
     block_size: int  #: Tokens of a KV block.
@@ -39,6 +40,7 @@ class PodInfo:
             address=address,
             role=role_from_pb(pb.role),
             model=layout.model,
+            weights=layout.weights,
             fingerprint=pb.fingerprint,
             scope=pb.fingerprint[:8],
             block_size=layout.block_size,

@@ -211,7 +211,9 @@ class PodTable:
         if states["prefill"]["ready"] and states["decode"]["ready"]:
             if self._usable().troubled_pairs:
                 return "KV cannot be sent from the prefill pods to the decode pods"
-            return "the prefill and decode pods that are ready have different KV layouts"
+            kinds = sorted({pod.info.weights or "not quantised" for pod in self.pods.values() if pod.info})
+            weights = f": their weights are {' and '.join(kinds)}" if len(kinds) > 1 else ""
+            return f"the prefill and decode pods that are ready have different KV layouts{weights}"
         pods = [
             f"{role}: {', '.join(f'{number} {state}' for state, number in found.items()) or 'none'}"
             for role, found in states.items()
@@ -219,6 +221,12 @@ class PodTable:
         ]
         troubles = sorted({pod.trouble for pod in self.pods.values() if pod.trouble})
         return "; ".join(filter(None, (away, *pods, *troubles[:MAX_NAMED_PODS])))
+
+    @property
+    def weights(self) -> str:
+        """How the weights of the usable pods are quantised, in words; "" if they are not, or differ."""
+        kinds = {pod.info.weights for pod in self.decode_pods() if pod.info}
+        return kinds.pop() if len(kinds) == 1 else ""
 
     def limits(self) -> ModelLimits:
         """Returns the limits of the usable pair that takes the longest requests. Raises Unavailable without a pair."""

@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 BLOCK, CHUNK = 4, 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, logprobs=0)
 
+
 def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 

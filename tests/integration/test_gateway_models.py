@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -158,3 +159,23 @@ def test_flags_name_one_model_or_several(monkeypatch: pytest.MonkeyPatch) -> Non
     assert configured("--model", "/x", "--served-name", "n") == {"n": "/x"}
     assert configured("--model", "a=/x", "--model", "b=/y", "--alias", "c=a") == {"a": "/x", "b": "/y"}
     assert seen[-1].aliases() == {"c": "a"}
+
+
+async def test_clients_see_how_the_weights_are_quantised(smollm2_dir: Path) -> None:
+    async with two_models(smollm2_dir) as (gw, _):
+        assert all("quantization" not in card for card in (await gw.http.get("/v1/models")).json()["data"])
+    async with fake_cluster() as cluster:
+        for pod in (*cluster.prefills, *cluster.decodes):
+            pod.layout = dataclasses.replace(pod.layout, weights="awq (int4, groups of 128, zeros)")
+        async with rig(cluster, smollm2_dir) as gw:
+            [card] = (await gw.http.get("/v1/models")).json()["data"]
+            assert card["quantization"] == "awq (int4, groups of 128, zeros)"
+
+
+async def test_a_gateway_names_the_weights_of_pods_that_cannot_work_together(smollm2_dir: Path) -> None:
+    async with fake_cluster() as cluster:
+        cluster.decodes[0].layout = dataclasses.replace(cluster.decodes[0].layout, weights="fp8 (fp8)")
+        async with rig(cluster, smollm2_dir, wait=False) as gw:
+            [model] = gw.gateway.models
+            await until(lambda: "different KV layouts" in model.pod_table.why_unready())
+            assert model.pod_table.why_unready().endswith("their weights are fp8 (fp8) and not quantised")

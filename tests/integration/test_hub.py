@@ -299,8 +299,8 @@ def test_an_unsupported_model_is_refused_before_its_weights(hub: HubServer, tiny
 
     push(architectures=["T5ForConditionalGeneration"])
     assert "T5ForConditionalGeneration is not supported" in refusal("some-one/other")
-    push(quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ConfigError, match="quantised weights are not supported"):
+    push(quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(ConfigError, match=r"config\.json: weights of the format 'bitsandbytes' are not supported"):
         LLM("some-one/other", **SETTINGS)
     push(architectures=["NewForCausalLM"], model_type="new")
     with pytest.raises(ConfigError, match="transformers"):

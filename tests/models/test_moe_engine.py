@@ -37,7 +37,7 @@ def test_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> 
         assert_greedy(reference, completion.prompt_ids, completion.tokens)
 
 
-@pytest.mark.parametrize("family", ["glm4-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", MOE_CASES)
 def test_drafts_change_no_token(family: str, tmp_path: Path) -> None:
     reference = save_reference(tmp_path, MOE_CASES[family])
     llm = LLM(tmp_path, num_blocks=64, speculation="ngram", **TINY_ENGINE)

@@ -66,11 +66,16 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(part.down, whole.down[3:]) for part, whole in zip(parts, found, strict=True))
 
 
-def test_another_quantisation_is_refused(tmp_path: Path) -> None:
+def test_other_formats_and_other_models_are_refused(tmp_path: Path) -> None:
     save_reference(tmp_path, MOE_CASES["gpt-oss"])
     config, _ = read_config(tmp_path)
-    with pytest.raises(ConfigError, match="GptOssForCausalLM with quantization_config 'awq'"):
-        parse_spec(config | {"quantization_config": {"quant_method": "awq"}})
+    mixtral = config | {"architectures": ["MixtralForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(ConfigError, match="'mxfp4' are not supported for MixtralForCausalLM"):
+        parse_spec(mixtral)
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": awq}))
+    with pytest.raises(ConfigError, match="'awq' are not supported for experts in one tensor"):
+        open_model(tmp_path).load(64, CPU, torch.float32)
 
 
 def test_random_weights_have_the_size_of_plain_ones(tmp_path: Path) -> None:

@@ -12,15 +12,18 @@ import torch
 from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.llm import LLM
-from engine.models.cpu_weights import can_pack, product, quantize
+from engine.models.cpu_weights import can_pack, place, product
 from engine.models.decoder import Decoder
 from engine.models.layers import Linear
 from engine.models.loader import open_model
+from engine.quantization.at_load import quantize
+from engine.quantization.scheme import Scheme
 from tests.rigs.engine.bare_model import GPT2, LLAMA, bare_model
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 WIDE = LLAMA | {"hidden_size": 64, "intermediate_size": 96}
+INT8 = Scheme(layout="load", kind="int8", extent="channel")
 
 
 def int8_layer(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -29,7 +32,8 @@ def int8_layer(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear
     linear.weight.copy_(weight)
     if bias is not None:
         linear.bias.copy_(bias)
-    quantize([linear])
+    linear.scheme = INT8
+    place(linear, quantize(weight, INT8), torch.float32)
     return linear
 
 
@@ -71,18 +75,24 @@ def test_an_engine_with_int8_weights_answers_like_one_without(tmp_path: Path) ->
     assert len(same) >= 6, both
     assert all(one.logprob == pytest.approx(other.logprob, abs=0.1) for one, other in same)
     assert exact.engine.layout.fingerprint != rounded.engine.layout.fingerprint, "pods of both kinds would mix their KV"
-    assert dataclasses.replace(rounded.engine.layout, revision=exact.engine.layout.revision) == exact.engine.layout
+    others = {name: getattr(exact.engine.layout, name) for name in ("revision", "weights")}
+    assert dataclasses.replace(rounded.engine.layout, **others) == exact.engine.layout
 
 
-def test_a_shape_or_a_model_without_int8_weights_is_refused(tmp_path: Path) -> None:
+def test_a_layer_that_the_int8_product_cannot_read_is_dequantised(tmp_path: Path) -> None:
+    """torch's product reads 16 numbers of a row at a time, without a check."""
     odd = open_model(bare_model(tmp_path, WIDE | {"intermediate_size": 72}), "dummy", form="int8")
-    with pytest.raises(ConfigError, match=r"weights int8: mlp.down_proj has 72 inputs, which 16 does not divide") as e:
-        odd.load(64, CPU, torch.float32)
+    model = odd.load(64, CPU, torch.float32)
+    assert isinstance(model, Decoder)
+    mlp = model.layer_list[0].mlp
+    assert (mlp.gate_up.weight.dtype, mlp.down.weight.dtype) == (torch.int8, torch.float32)
+    assert model.layer_list[0].mlp.down.weight.unique(dim=None).numel() <= 255 * mlp.down.out_features
+
+
+def test_a_model_without_native_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weights int8 are not supported for this model: .* transformers") as e:
+        open_model(bare_model(tmp_path, GPT2), "dummy", form="int8")
     assert e.value.field == "weights"
-    with pytest.raises(ConfigError, match=r"weights int8: .* is computed by transformers"):
-        open_model(bare_model(tmp_path, GPT2), "dummy", form="int8").load(64, CPU, torch.float32)
-    with pytest.raises(ConfigError, match="weights int8 cannot be combined with tensor_parallel_size 2"):
-        LLM(bare_model(tmp_path, WIDE), load_format="dummy", device="cpu", weights="int8", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

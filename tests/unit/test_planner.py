@@ -326,3 +326,12 @@ def test_wrong_flags_end_with_2_and_one_line(number: int, refused: list[subproce
     assert done.stdout == ""
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_quantised_weights_leave_memory_for_kv_and_shorten_small_steps() -> None:
+    kinds = [load_rates(name) for name in ("h100-8b", "h100-8b-fp8", "h100-8b-int4")]
+    assert [kind.pool_blocks(16) for kind in kinds] == sorted(kind.pool_blocks(16) for kind in kinds)
+    steps = [kind.decode_s(1, 128) for kind in kinds]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[1] < 0.6 * steps[0]
+    assert kinds[2].decode_s(512, 512) < kinds[0].decode_s(512, 512)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,7 @@ def mixture(
         max_few: largest number of copies (tokens x top_k) that `few_rows` computes.
     """
     rule, native, tokens = layer.rule, converts_e4m3(x.device), len(x)
-    shared = {"gpt_oss": layer.gpt_oss, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
+    shared: dict[str, Any] = {"gpt_oss": layer.gpt_oss, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
     shared |= {"residual": residual, "out": out, "native": native}
     local = layer.gate_up.shape[0]
     if tokens * rule.top_k <= max_few and rule.top_k <= MAX_SLOTS and local <= MAX_EXPERTS:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from common.errors import ConfigError
-from engine.models.spec.fields import NotNative, flag, integer, number
+from engine.models.spec.fields import NotNative, flag, integer, number, uses_mxfp4
 from engine.models.spec.model import MoeSpec
 from engine.models.spec.rope import RopeDefaults
 
@@ -117,8 +117,7 @@ def _gpt_oss(config: Config, layers: int) -> MoeSpec:
     if (number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
         raise NotNative("swiglu_alpha other than 1.702 and swiglu_limit other than 7 are not supported")
     options: dict[str, Any] = dict.fromkeys(("router_bias", "gate_up_bias", "down_bias"), True)
-    mxfp4 = bool(config.get("quantization_config"))
-    return _moe(config, (True,) * layers, 128, 4, activation="gpt_oss", mxfp4=mxfp4, **options)
+    return _moe(config, (True,) * layers, 128, 4, activation="gpt_oss", mxfp4=uses_mxfp4(config), **options)
 
 
 def _moe(
@@ -145,8 +144,11 @@ def _moe(
     return spec
 
 
+_USUAL_ROPE = RopeDefaults()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """An architecture. The defaults are Llama's."""
 
     qkv_bias: Bias = "attention_bias"
@@ -158,12 +160,12 @@ class Family:
     head_dim: int | None = None  # Default of the field. None: the hidden size over the heads.
     norm_eps: float = 1e-6  # Default of the field rms_norm_eps.
     windows: Callable[[Config, int], Windows] = _no_windows
-    rope: RopeDefaults = RopeDefaults()
+    rope: RopeDefaults = _USUAL_ROPE
     moe: Callable[[Config, int], MoeSpec] | None = None  # Its experts by config.json and number of layers.
     sinks: bool = False
     multipliers: bool = False  # config.json has multipliers of embedding, attention, residual stream and logits.
     extra_layers: str | None = None  # Field with the number of layers for multi-token prediction.
-    quantized: tuple[str, ...] = ()  # Supported values of quant_method in `quantization_config`.
+    mxfp4: bool = False  # The experts may be in MXFP4.
 
 
 _GPT_OSS_YARN = {
@@ -175,12 +177,12 @@ _GPT_OSS_YARN = {
     "original_max_position_embeddings": 4096,
 }
 FAMILIES = {
-    "LlamaForCausalLM": Family(mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Family(qkv_bias="none", out_bias="none", windows=_mistral_windows),
-    "Qwen2ForCausalLM": Family(qkv_bias="always", out_bias="none", windows=_qwen_windows),
-    "Qwen3ForCausalLM": Family(qk_norm="head", head_dim=128, windows=_qwen_windows),
-    "Qwen3MoeForCausalLM": Family(qk_norm="head", windows=_switched_window, moe=_qwen3_moe),
-    "MixtralForCausalLM": Family(
+    "LlamaForCausalLM": ModelFamily(mlp_bias="mlp_bias"),
+    "MistralForCausalLM": ModelFamily(qkv_bias="none", out_bias="none", windows=_mistral_windows),
+    "Qwen2ForCausalLM": ModelFamily(qkv_bias="always", out_bias="none", windows=_qwen_windows),
+    "Qwen3ForCausalLM": ModelFamily(qk_norm="head", head_dim=128, windows=_qwen_windows),
+    "Qwen3MoeForCausalLM": ModelFamily(qk_norm="head", windows=_switched_window, moe=_qwen3_moe),
+    "MixtralForCausalLM": ModelFamily(
         qkv_bias="none",
         out_bias="none",
         norm_eps=1e-5,
@@ -188,8 +190,8 @@ FAMILIES = {
         rope=RopeDefaults(theta=1e6),
         moe=_mixtral,
     ),
-    "OlmoeForCausalLM": Family(qk_norm="all", norm_eps=1e-5, windows=_one_window, moe=_olmoe),
-    "Glm4MoeForCausalLM": Family(
+    "OlmoeForCausalLM": ModelFamily(qk_norm="all", norm_eps=1e-5, windows=_one_window, moe=_olmoe),
+    "Glm4MoeForCausalLM": ModelFamily(
         out_bias="none",
         qk_norm="head",
         qk_norm_field="use_qk_norm",
@@ -198,8 +200,8 @@ FAMILIES = {
         moe=_glm4_moe,
         extra_layers="num_nextn_predict_layers",
     ),
-    "GraniteMoeForCausalLM": Family(moe=_granite_moe, multipliers=True),
-    "GptOssForCausalLM": Family(
+    "GraniteMoeForCausalLM": ModelFamily(moe=_granite_moe, multipliers=True),
+    "GptOssForCausalLM": ModelFamily(
         attention_bias=True,
         head_dim=64,
         norm_eps=1e-5,
@@ -207,7 +209,7 @@ FAMILIES = {
         rope=RopeDefaults(theta=150000.0, scaling=_GPT_OSS_YARN),
         moe=_gpt_oss,
         sinks=True,
-        quantized=("mxfp4",),
+        mxfp4=True,
     ),
 }
 ARCHITECTURES = tuple(FAMILIES)

@@ -62,3 +62,9 @@ def read_json(path: Path, *, required: bool) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object", field="model")
     return value
+
+
+def uses_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json says that the experts are in MXFP4."""
+    raw = config.get("quantization_config")
+    return isinstance(raw, Mapping) and raw.get("quant_method") == "mxfp4"

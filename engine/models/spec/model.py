@@ -27,7 +27,7 @@ class MoeSpec:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True  # The weights of a token's experts are divided by their sum.
     routed_scale: float = 1.0  # Factor on the weights.
-    #: Experts are chosen from the `top_groups` best of `groups` equal groups. A group's score is the sum of its two best.
+    #: Experts are chosen from the `top_groups` best of `groups` equal groups, by the sum of a group's two best scores.
     groups: int = 1
     top_groups: int = 1
     router_bias: bool = False  # The router's logits have a bias.
@@ -58,7 +58,7 @@ class ModelSpec(ModelShape):
     embedding_multiplier: float = 1.0  # Factor on the embeddings.
     residual_multiplier: float = 1.0  # Factor on what attention and MLP add to the residual stream.
     logits_divisor: float = 1.0
-    extra_layers: int = 0  # Layers of the checkpoint after the decoder's, for multi-token prediction. They are not used.
+    extra_layers: int = 0  # Layers after the decoder's in the checkpoint, for multi-token prediction. Not used.
 
     @property
     def query_size(self) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 from common.errors import ConfigError
 from common.model.directory import decoder_architecture
 from common.model.generation import eos_ids_of
-from engine.models.spec.families import ARCHITECTURES, FAMILIES, Bias, Family
-from engine.models.spec.fields import NotNative, flag, integer, number, read_json
+from engine.models.spec.families import ARCHITECTURES, FAMILIES, Bias
+from engine.models.spec.fields import NotNative, flag, integer, number, read_json, uses_mxfp4
 from engine.models.spec.model import ModelSpec
 from engine.models.spec.rope import parse_rope
 
@@ -35,9 +35,10 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     """Returns the spec of a parsed config.json, with the end-of-sequence tokens of both files."""
     name = decoder_architecture(config)
     family = FAMILIES.get(name)
-    _check_quantization(name, config, family)
     if family is None:
         raise NotNative(f"{name} has no native code; native are {', '.join(ARCHITECTURES)}", field="model")
+    if uses_mxfp4(config) and not family.mxfp4:
+        raise ConfigError(f"config.json: weights of the format 'mxfp4' are not supported for {name}", field="model")
     activation = config.get("hidden_act") or "silu"
     if activation != "silu":
         raise NotNative(f"activation {activation!r} is not supported (hidden_act of {name})")
@@ -88,13 +89,3 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         max_position=rope.max_position(max_position),
         eos_token_ids=eos_token_ids(config, generation or {}),
     )
-
-
-def _check_quantization(name: str, config: Mapping[str, Any], family: Family | None) -> None:
-    """Raises ConfigError if the weights are quantised in a way that the architecture's loader does not read."""
-    raw = config.get("quantization_config")
-    if not raw:
-        return
-    method = raw.get("quant_method") if isinstance(raw, Mapping) else raw
-    if family is None or method not in family.quantized:
-        raise ConfigError(f"quantised weights are not supported ({name} with quantization_config {method!r})")

@@ -118,7 +118,7 @@ SCHEMAS: Json = {
         choices=_choices(text=_STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=_FINISH),
     ),
     "Model": _object(
-        {"max_model_len": _INT, "generation_defaults": {"type": "object"}},
+        {"max_model_len": _INT, "quantization": _STRING, "generation_defaults": {"type": "object"}},
         id=_STRING,
         object=_const("model"),
         created=_INT,
