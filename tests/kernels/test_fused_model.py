@@ -76,8 +76,14 @@ def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple
 class Rig:
     """Both decoders, each with its own pool. The fused decoder's pool is NaN where no token was written."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self.models = decoders(spec, dtype, device)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        models: tuple[Decoder, Decoder] | None = None,
+    ) -> None:
+        self.models = models or decoders(spec, dtype, device)
         shape = (BLOCKS, spec.num_layers, 2, spec.num_kv_heads, BLOCK, spec.head_dim)
         caches = [torch.full(shape, fill, dtype=dtype, device=device) for fill in (float("nan"), 0.0)]
         self.pools = [tuple(LayerKV(cache[:, i]) for i in range(spec.num_layers)) for cache in caches]
