@@ -50,6 +50,9 @@ CASES: dict[str, dict[str, Any]] = {
     "granite-moe": EXPERTS
     | {"architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 6, "intermediate_size": 20}
     | {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+    "gpt-oss-mxfp4": EXPERTS
+    | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "intermediate_size": 32, "sliding_window": 6}
+    | {"quantization_config": {"quant_method": "mxfp4"}, "rope_scaling": None},
     "gpt-oss": EXPERTS
     | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "intermediate_size": 32, "sliding_window": 6}
     | {"num_hidden_layers": 2, "rope_scaling": None},
@@ -68,7 +71,10 @@ def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple
     pair = [Decoder(spec, 64, device, dtype, fused=fused) for fused in (True, False)]
     torch.manual_seed(5)
     for a, b in zip(*(model.parameters() for model in pair), strict=True):
-        a.normal_(0.0, 0.2).add_(1.0 if a.ndim == 1 else 0.0)
+        if a.dtype == torch.uint8:  # numbers of MXFP4, or scales from 2^-4 to 2^-2
+            a.random_(0, 256) if a.shape[-1] > 1 else a.random_(123, 126)
+        else:
+            a.normal_(0.0, 0.2).add_(1.0 if a.ndim == 1 else 0.0)
         b.copy_(a)
     return pair[0], pair[1]
 
