@@ -3,8 +3,8 @@
     python benchmarks/engine.py --out benchmarks/results/engine-h100.json
 
 All requests go through the code that a pod runs: EngineLoop on its thread, scheduler and sampler. The model has the
-shape of Llama-3.1-8B (--shape) with random bf16 weights. An engine with a pod's default settings serves the decode and TTFT
-metrics, an engine with the settings of `LLM` the offline metric. `--shape tiny` checks on a CPU that the script works.
+shape of Llama-3.1-8B (--shape) with random bf16 weights. An engine with a pod's default settings serves the decode and
+TTFT metrics, an engine with the settings of `LLM` the offline metric. `--shape tiny` checks on a CPU that the script works.
 """
 
 from __future__ import annotations
@@ -208,7 +208,9 @@ class EngineBench:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="format of the weights (also --engine weights=fp8)")
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="format of the weights (also --engine weights=fp8)"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts to run")
     parser.add_argument("--engine", metavar="NAME=VALUE", nargs="+", default=[], help="fields of EngineConfig")

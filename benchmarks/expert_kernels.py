@@ -44,7 +44,9 @@ def random_expert_weight(kind: str, experts: int, outputs: int, inputs: int) -> 
         return mxfp4_weight(numbers, torch.randint(118, 122, (experts, outputs, inputs // 32), device=DEVICE).byte())
     weight = torch.randn(experts, outputs, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5
     if kind == "fp8":
-        return fp8_weight((weight * 64).to(torch.float8_e4m3fn), torch.full((experts, outputs, 1), 1 / 64, device=DEVICE))
+        return fp8_weight(
+            (weight * 64).to(torch.float8_e4m3fn), torch.full((experts, outputs, 1), 1 / 64, device=DEVICE)
+        )
     return plain_weight(weight)
 
 
@@ -146,8 +148,12 @@ def check(kind: str) -> None:
             again = layer.mixture(x, case.layer, case.norm, case.eps, max_few=few)
             normed = rms_norm(x, case.norm, case.eps)
             rows = torch.randperm(tokens, device=DEVICE)[:12]
-            shown.append(f"{error(got[rows], expected_of(case, x[rows], normed[rows])):.1e}{'' if torch.equal(got, again) else ' DIFFERS'}")
-        print(f"error {kind:<9} gpt_oss {gpt_oss!s:<5} rows 1, 5 few | 5, 40, 300 grouped: {' '.join(shown)}", flush=True)
+            shown.append(
+                f"{error(got[rows], expected_of(case, x[rows], normed[rows])):.1e}{'' if torch.equal(got, again) else ' DIFFERS'}"
+            )
+        print(
+            f"error {kind:<9} gpt_oss {gpt_oss!s:<5} rows 1, 5 few | 5, 40, 300 grouped: {' '.join(shown)}", flush=True
+        )
 
 
 def expected_of(case: ExpertCase, x: Tensor, normed: Tensor) -> Tensor:
@@ -185,55 +191,65 @@ def main() -> None:
 
 
 def measure(shape: str, kind: str, all_rows: Sequence[int], rate: float, until: float) -> None:
-    _, top_k, hidden, _, _ = SHAPES[shape]
     layers = [random_layer(shape, kind) for _ in range(4)]
     for rows in all_rows:
-        xs = [torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16) for _ in layers]
-        nbytes = touched_bytes(layers, xs)
-        norm = torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16)
+        measure_rows(shape, kind, layers, rows, rate, until)
 
-        def show(name: str, run: Callable[[Tensor, layer.ExpertLayer], object]) -> None:
-            if time.perf_counter() > until:
-                return
-            runs = [lambda x=x, one=one: run(x, one) for x, one in zip(xs, layers, strict=True)] * (2 if rows < 256 else 1)
-            try:
-                seconds = graph_seconds(runs)
-            except Exception as problem:
-                print(f"{shape} {kind} {rows:5d} {name}: {str(problem).splitlines()[0][:90]}", flush=True)
-                return
-            print(f"{shape} {kind} {rows:5d} {seconds * 1e6:8.1f} us {nbytes / seconds / rate:6.1%}  {name}", flush=True)
 
-        show("layer as chosen", lambda x, one: layer.mixture(x, one, norm, 1e-6, residual=x))
-        shared = {"gpt_oss": layers[0].gpt_oss, "native": True}
-        logits = {id(one): layer.router_logits(x, one.router, one.router_bias) for x, one in zip(xs, layers, strict=True)}
-        routed = {id(one): route(logits[id(one)], one.rule) for one in layers}
-        show("route", lambda x, one: route(logits[id(one)], one.rule))
-        few: list[tuple[str, Any, Any]] = []
-        if rows * top_k <= 32:
-            show("norm and route", lambda x, one: norm_and_route(x, norm, 1e-6, one.router, one.rule, bias=one.router_bias))
-            few = [("few", small.few_rows, tiles) for tiles in few_candidates(kind)]
-            if kind == "mxfp4":
-                few += [("vector", vector.vector_rows, tiles) for tiles in VECTOR_CANDIDATES]
-        for name, compute, tiles in few:
+def measure_rows(
+    shape: str, kind: str, layers: Sequence[layer.ExpertLayer], rows: int, rate: float, until: float
+) -> None:
+    """Prints a line for each candidate."""
+    _, top_k, hidden, _, _ = SHAPES[shape]
+    xs = [torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16) for _ in layers]
+    nbytes = touched_bytes(layers, xs)
+    norm = torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16)
+
+    def show(name: str, run: Callable[[Tensor, layer.ExpertLayer], object]) -> None:
+        if time.perf_counter() > until:
+            return
+        runs = [lambda x=x, one=one: run(x, one) for x, one in zip(xs, layers, strict=True)] * (2 if rows < 256 else 1)
+        try:
+            seconds = graph_seconds(runs)
+        except Exception as problem:
+            print(f"{shape} {kind} {rows:5d} {name}: {str(problem).splitlines()[0][:90]}", flush=True)
+            return
+        print(f"{shape} {kind} {rows:5d} {seconds * 1e6:8.1f} us {nbytes / seconds / rate:6.1%}  {name}", flush=True)
+
+    show("layer as chosen", lambda x, one: layer.mixture(x, one, norm, 1e-6, residual=x))
+    shared = {"gpt_oss": layers[0].gpt_oss, "native": True}
+    logits = {id(one): layer.router_logits(x, one.router, one.router_bias) for x, one in zip(xs, layers, strict=True)}
+    routed = {id(one): route(logits[id(one)], one.rule) for one in layers}
+    show("route", lambda x, one: route(logits[id(one)], one.rule))
+    few: list[tuple[str, Any, Any]] = []
+    if rows * top_k <= 32:
+        show(
+            "norm and route",
+            lambda x, one: norm_and_route(x, norm, 1e-6, one.router, one.rule, bias=one.router_bias),
+        )
+        few = [("few", small.few_rows, tiles) for tiles in few_candidates(kind)]
+        if kind == "mxfp4":
+            few += [("vector", vector.vector_rows, tiles) for tiles in VECTOR_CANDIDATES]
+    for name, compute, tiles in few:
+        show(
+            f"{name} {tiles}",
+            lambda x, one, compute=compute, tiles=tiles: compute(
+                x, *routed[id(one)], one.gate_up, one.down, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias,
+                residual=x, tiles=tiles, **shared,
+            ),
+        )  # fmt: skip
+    mean = grouped.block_rows(rows * top_k, len(layers[0].router))
+    for block in sorted({mean, 16} if rows <= 64 else {mean, max(mean // 2, 16)}):
+        copies = {key: sort_copies(chosen[1], len(layers[0].router), block) for key, chosen in routed.items()}
+        for pair in grouped_candidates(kind, block):
             show(
-                f"{name} {tiles}",
-                lambda x, one, compute=compute, tiles=tiles: compute(
-                    x, *routed[id(one)], one.gate_up, one.down, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias,
-                    residual=x, tiles=tiles, **shared,
+                f"grouped {pair[0]} {pair[1][1:]}",
+                lambda x, one, pair=pair, copies=copies: grouped.many_rows(
+                    x, *routed[id(one)], copies[id(one)], one.gate_up, one.down, residual=x, tiles=pair,
+                    gate_up_bias=one.gate_up_bias, down_bias=one.down_bias, **shared,
                 ),
             )  # fmt: skip
-        mean = grouped.block_rows(rows * top_k, len(layers[0].router))
-        for block in sorted({mean, 16} if rows <= 64 else {mean, max(mean // 2, 16)}):
-            copies = {key: sort_copies(chosen[1], len(layers[0].router), block) for key, chosen in routed.items()}
-            for pair in grouped_candidates(kind, block):
-                show(
-                    f"grouped {pair[0]} {pair[1][1:]}",
-                    lambda x, one, pair=pair, copies=copies: grouped.many_rows(
-                        x, *routed[id(one)], copies[id(one)], one.gate_up, one.down, residual=x, tiles=pair,
-                        gate_up_bias=one.gate_up_bias, down_bias=one.down_bias, **shared,
-                    ),
-                )  # fmt: skip
-        show("route and sort", lambda x, one: sort_copies(route(logits[id(one)], one.rule)[1], len(one.router), mean))
+    show("route and sort", lambda x, one: sort_copies(route(logits[id(one)], one.rule)[1], len(one.router), mean))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 import triton.language as tl
 
 from engine.kernels.experts import small

@@ -139,18 +139,14 @@ def _grouped_kernel(
             v = tl.load(rows + start + k[None, :], mask=m_ok[:, None], other=0.0)
         else:
             v = tl.load(rows + start + k[None, :], mask=m_ok[:, None] & (start + k < K)[None, :], other=0.0)
-        g = _weight_tile(
-            w, scales, base, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype
-        )
+        g = _weight_tile(w, scales, base, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype)
         if by_step:
             s = _block_scale(scales, expert, n, n_ok, start, SN, SK, SROWS, SGROUPS)
             acc += tl.dot(v, g, input_precision="ieee") * s[None, :]
         else:
             acc = tl.dot(v, g, acc, input_precision="ieee")
         if FIRST:
-            u = _weight_tile(
-                w, scales, base + N, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype
-            )
+            u = _weight_tile(w, scales, base + N, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype)
             if by_step:
                 s = _block_scale(scales, expert, n + N, n_ok, start, SN, SK, SROWS, SGROUPS)
                 acc_up += tl.dot(v, u, input_precision="ieee") * s[None, :]

@@ -1,8 +1,8 @@
 """A mixture of experts on a GPU: the one function that models call, and its choice of kernels.
 
-    rows                     launches of a layer
-    up to MAX_FEW copies     norm with router and routing; gate and up; down
-    more                     norm, router, routing, sort, two grouped products, sum
+rows                     launches of a layer
+up to MAX_FEW copies     norm with router and routing; gate and up; down
+more                     norm, router, routing, sort, two grouped products, sum
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def mixture(
         max_few: largest number of copies (tokens x top_k) that `few_rows` computes.
     """
     rule, native, tokens = layer.rule, converts_e4m3(x.device), len(x)
-    shared: dict[str, Any] = {"gpt_oss": layer.gpt_oss, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
+    shared: dict[str, Any] = {
+        "gpt_oss": layer.gpt_oss,
+        "gate_up_bias": layer.gate_up_bias,
+        "down_bias": layer.down_bias,
+    }
     shared |= {"residual": residual, "out": out, "native": native}
     local = layer.gate_up.shape[0]
     if tokens * rule.top_k <= max_few and rule.top_k <= MAX_SLOTS and local <= MAX_EXPERTS:

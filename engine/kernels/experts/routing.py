@@ -1,8 +1,8 @@
 """Which experts compute a token, and the order in which the grouped products read the tokens.
 
 A copy is a (token, slot) pair: copy c = token * top_k + slot. `sort_copies` orders the copies by expert and lists
-blocks of up to BLOCK_M copies of one expert. All sizes on the host are upper bounds, so a CUDA graph can capture it. The
-order is that of a stable sort: it does not depend on the order in which programs run.
+blocks of up to BLOCK_M copies of one expert. All sizes on the host are upper bounds, so a CUDA graph can capture it.
+The order is that of a stable sort: it does not depend on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def select_experts(
         choice = score + tl.load(correction + i, mask=ok, other=0.0).to(tl.float32)
     elif GROUPS > 1:
         choice = score
-    choice = tl.where(ok & (choice == choice), choice, -float("inf"))
+    choice = tl.where(ok & (choice > -float("inf")), choice, -float("inf"))  # NaN, too
     if GROUPS > 1:
         choice = _without_lesser_groups(choice, i, E, GROUPS, TOP_GROUPS)
     if EP <= PAIRWISE:

@@ -49,12 +49,8 @@ def _gate_up_kernel(
     acc_up = tl.zeros([BM, BN], tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         v = tl.load(rows + start + k[None, :], mask=(m == 0)[:, None] & (start + k < K)[None, :], other=0.0)
-        g = _weight_tile(
-            w, scales, base, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype
-        )
-        u = _weight_tile(
-            w, scales, base + N, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype
-        )
+        g = _weight_tile(w, scales, base, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype)
+        u = _weight_tile(w, scales, base + N, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype)
         if by_step:
             s = _block_scale(scales, expert, n, n_ok, start, SN, SK, SROWS, SGROUPS)
             acc += tl.dot(v, g, input_precision="ieee") * s[None, :]

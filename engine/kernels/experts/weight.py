@@ -103,9 +103,13 @@ def mxfp4_weight(numbers: Tensor, scales: Tensor) -> ExpertWeight:
     experts, outputs, width = numbers.shape
     groups = width * 2 // GROUP
     if width * 2 % GROUP or scales.shape != (experts, outputs, groups):
-        raise ConfigError(f"scales {tuple(scales.shape)} do not fit MXFP4 experts {tuple(numbers.shape)}", field="model")
+        raise ConfigError(
+            f"scales {tuple(scales.shape)} do not fit MXFP4 experts {tuple(numbers.shape)}", field="model"
+        )
     if (largest := int(scales.max())) > MAX_SCALE:
-        raise ConfigError(f"an MXFP4 scale is 2^{largest - 127}, at most 2^{MAX_SCALE - 127} is supported", field="model")
+        raise ConfigError(
+            f"an MXFP4 scale is 2^{largest - 127}, at most 2^{MAX_SCALE - 127} is supported", field="model"
+        )
     words = torch.empty(experts, outputs, width // 4, dtype=torch.int32, device=numbers.device)
     for source, target in zip(numbers, words, strict=True):
         target.copy_(_pack_words(source))
