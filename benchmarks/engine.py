@@ -3,8 +3,9 @@
     python benchmarks/engine.py --out benchmarks/results/engine-h100.json
 
 All requests go through the code that a pod runs: EngineLoop on its thread, scheduler and sampler. The model has the
-shape of Llama-3.1-8B (--shape) with random bf16 weights. An engine with a pod's default settings serves the decode and TTFT
-metrics, an engine with the settings of `LLM` the offline metric. `--shape tiny` checks on a CPU that the script works.
+shape of Llama-3.1-8B (--shape) with random bf16 weights. An engine with a pod's default settings serves the decode
+and TTFT metrics, an engine with the settings of `LLM` the offline metric. `--shape tiny` checks on a CPU that the
+script works.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.support import report
 from benchmarks.support.engine_driver import Condition, Driver, Prompts, engine_settings, running
 from benchmarks.support.limits import Ceilings, StepCost, ceilings, free_memory
 from benchmarks.support.report import timed
-from benchmarks.support.shapes import SHAPES, BenchmarkShape, config_directory
+from benchmarks.support.shapes import QUANTIZATIONS, SHAPES, BenchmarkShape, config_directory
 from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import for_throughput
@@ -208,6 +209,9 @@ class EngineBench:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="format of the weights (also --engine weights=fp8)"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts to run")
     parser.add_argument("--engine", metavar="NAME=VALUE", nargs="+", default=[], help="fields of EngineConfig")
@@ -221,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "max_seqs": max(shape.offline[0], *(rows for rows, _ in shape.decode)),
         "max_model_len": max(*shape.ttft, *(2 * context for _, context in shape.decode)) + 512,
     } | engine_settings(args.engine)
-    with config_directory(shape.config) as model_dir:
+    quantized = {} if args.quantization is None else {"quantization_config": QUANTIZATIONS[args.quantization]}
+    with config_directory(shape.config | quantized) as model_dir:
         config = EngineConfig(model_dir=model_dir, **settings)
         device = config.resolve_device()
         dtype = getattr(torch, config.resolve_dtype(device))

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.limits import copy_seconds
-from engine.kernels.experts import grouped, layer, small
-from engine.kernels.experts.routing import RoutingRule, route, sort_copies
+from engine.kernels.experts import grouped, layer, small, vector
+from engine.kernels.experts.routing import RoutingRule, norm_and_route, route, sort_copies
 from engine.kernels.experts.weight import ExpertWeight, fp8_weight, mxfp4_weight, plain_weight
 from engine.kernels.norm import rms_norm
 from tests.rigs.engine.experts import ExpertCase
@@ -43,7 +44,9 @@ def random_expert_weight(kind: str, experts: int, outputs: int, inputs: int) -> 
         return mxfp4_weight(numbers, torch.randint(118, 122, (experts, outputs, inputs // 32), device=DEVICE).byte())
     weight = torch.randn(experts, outputs, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5
     if kind == "fp8":
-        return fp8_weight((weight * 64).to(torch.float8_e4m3fn), torch.full((experts, outputs, 1), 1 / 64, device=DEVICE))
+        return fp8_weight(
+            (weight * 64).to(torch.float8_e4m3fn), torch.full((experts, outputs, 1), 1 / 64, device=DEVICE)
+        )
     return plain_weight(weight)
 
 
@@ -94,26 +97,38 @@ def touched_bytes(layers: Sequence[layer.ExpertLayer], normed: Sequence[Tensor])
     return total / len(layers)
 
 
-def few_candidates(kind: str, shape: str) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-    _, _, hidden, inner, _ = SHAPES[shape]
-    k1, k2 = small._row_block(hidden, 2048), small._row_block(inner, 1024)
-    if kind == "mxfp4":
-        ups, downs = [(4, 1024, 4), (8, 1024, 4), (16, 1024, 8), (8, 1024, 2)], [(4, 1024, 4), (8, 1024, 4)]
-    elif kind == "fp8":
-        ups, downs = [(2, k1, 4), (4, k1, 4), (8, k1, 8)], [(4, k2, 4), (8, k2, 4)]
-    else:
-        ups, downs = [(1, k1, 4), (2, k1, 4), (4, k1, 4), (4, k1, 8)], [(2, k2, 2), (4, k2, 4), (8, k2, 4)]
-    yield from ((up, downs[0]) for up in ups)
-    yield from ((ups[1], down) for down in downs[1:])
+def few_candidates(kind: str) -> Iterator[tuple[Any, Any]]:
+    """Yields tiles of `few_rows`."""
+    down = [(16, 256, 6, 4), (16, 128, 8, 4), (32, 256, 4, 4), (16, 256, 6, 2)]
+    up = [(16, 256, 4, 4), (32, 256, 3, 4), (32, 128, 6, 4), (64, 128, 4, 4), (16, 256, 4, 2)]
+    if kind == "fp8":
+        down = [(16, 256, 6, 4), (16, 512, 4, 4), (32, 256, 6, 4)]
+        up = [(16, 256, 6, 4), (16, 512, 4, 4), (32, 256, 5, 4), (64, 128, 5, 4)]
+    elif kind == "mxfp4":
+        down = [(32, 128, 4, 4), (16, 256, 4, 4)]
+        up = [(32, 128, 4, 4), (16, 256, 4, 4), (64, 128, 4, 4)]
+    yield from ((one, down[0]) for one in up)
+    yield from ((up[0], one) for one in down[1:])
+
+
+VECTOR_CANDIDATES = [
+    ((8, 1024, 4), (8, 1024, 4)),
+    ((4, 1024, 4), (4, 1024, 4)),
+    ((4, 1024, 2), (4, 1024, 2)),
+    ((16, 1024, 8), (16, 1024, 8)),
+    ((8, 512, 4), (8, 512, 4)),
+    ((2, 1024, 2), (4, 1024, 4)),
+]
 
 
 def grouped_candidates(kind: str, block: int) -> Iterator[tuple[grouped.Tile, grouped.Tile]]:
     if kind == "mxfp4":
-        tiles = [(block, 64, 128, 3, 4), (block, 64, 256, 3, 4), (block, 32, 256, 4, 4), (block, 128, 128, 3, 8)]
+        warps = 4 if block <= 32 else 8
+        tiles = [(block, 64, 128, 4, warps), (block, 128, 128, 4, 8), (block, 128, 128, 3, 4), (block, 64, 128, 2, 4)]
     elif block <= 32:
-        tiles = [(block, 64, 128, 4, 4), (block, 32, 256, 4, 4), (block, 64, 128, 3, 8)]
+        tiles = [(block, 64, 128, 4, 4), (block, 32, 128, 4, 4)]
     else:
-        tiles = [(block, 64, 64, 4, 4), (block, 128, 64, 3, 8), (block, 64, 64, 4, 8)]
+        tiles = [(block, 128, 64, 3, 8), (block, 64, 64, 4, 4)]
     yield from ((tile, tile) for tile in tiles)
     if kind != "mxfp4":
         yield tiles[0], (block, 128, 128 if block <= 32 else 64, 3 if block <= 32 else 4, 4 if block <= 32 else 8)
@@ -133,8 +148,12 @@ def check(kind: str) -> None:
             again = layer.mixture(x, case.layer, case.norm, case.eps, max_few=few)
             normed = rms_norm(x, case.norm, case.eps)
             rows = torch.randperm(tokens, device=DEVICE)[:12]
-            shown.append(f"{error(got[rows], expected_of(case, x[rows], normed[rows])):.1e}{'' if torch.equal(got, again) else ' DIFFERS'}")
-        print(f"error {kind:<9} gpt_oss {gpt_oss!s:<5} rows 1, 5 few | 5, 40, 300 grouped: {' '.join(shown)}", flush=True)
+            shown.append(
+                f"{error(got[rows], expected_of(case, x[rows], normed[rows])):.1e}{'' if torch.equal(got, again) else ' DIFFERS'}"
+            )
+        print(
+            f"error {kind:<9} gpt_oss {gpt_oss!s:<5} rows 1, 5 few | 5, 40, 300 grouped: {' '.join(shown)}", flush=True
+        )
 
 
 def expected_of(case: ExpertCase, x: Tensor, normed: Tensor) -> Tensor:
@@ -172,51 +191,65 @@ def main() -> None:
 
 
 def measure(shape: str, kind: str, all_rows: Sequence[int], rate: float, until: float) -> None:
-    _, top_k, hidden, _, _ = SHAPES[shape]
     layers = [random_layer(shape, kind) for _ in range(4)]
     for rows in all_rows:
-        xs = [torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16) for _ in layers]
-        nbytes = touched_bytes(layers, xs)
-        norm = torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16)
+        measure_rows(shape, kind, layers, rows, rate, until)
 
-        def show(name: str, run: Callable[[Tensor, layer.ExpertLayer], object]) -> None:
-            if time.perf_counter() > until:
-                return
-            runs = [lambda x=x, one=one: run(x, one) for x, one in zip(xs, layers, strict=True)] * (2 if rows < 256 else 1)
-            try:
-                seconds = graph_seconds(runs)
-            except Exception as problem:
-                print(f"{shape} {kind} {rows:5d} {name}: {str(problem).splitlines()[0][:90]}", flush=True)
-                return
-            print(f"{shape} {kind} {rows:5d} {seconds * 1e6:8.1f} us {nbytes / seconds / rate:6.1%}  {name}", flush=True)
 
-        show("layer as chosen", lambda x, one: layer.mixture(x, one, norm, 1e-6, residual=x, out=x.clone() if 0 else None))
-        logits = {id(one): layer.router_logits(x, one.router, one.router_bias) for x, one in zip(xs, layers, strict=True)}
-        shared = {"gpt_oss": layers[0].gpt_oss, "native": True}
-        if rows * top_k <= 64:
-            for tiles in few_candidates(kind, shape):
-                show(
-                    f"few {tiles}",
-                    lambda x, one, tiles=tiles: small.few_rows(
-                        x, logits[id(one)], one.gate_up, one.down, one.rule, norm=norm if len(x) == 1 else None,
-                        gate_up_bias=one.gate_up_bias, down_bias=one.down_bias, residual=x, tiles=tiles, **shared,
-                    ),
-                )  # fmt: skip
-        if rows == 1:
-            continue
-        routed = {id(one): route(logits[id(one)], one.rule) for one in layers}
-        mean = grouped.block_rows(rows * top_k, len(layers[0].router))
-        for block in sorted({mean, 16} if rows <= 64 else {mean, mean // 2 or 16}):
-            copies = {key: sort_copies(chosen[1], len(layers[0].router), block) for key, chosen in routed.items()}
-            for pair in grouped_candidates(kind, block):
-                show(
-                    f"grouped {pair[0]} {pair[1][1:]}",
-                    lambda x, one, pair=pair, copies=copies: grouped.many_rows(
-                        x, *routed[id(one)], copies[id(one)], one.gate_up, one.down, residual=x, tiles=pair,
-                        gate_up_bias=one.gate_up_bias, down_bias=one.down_bias, **shared,
-                    ),
-                )  # fmt: skip
-        show("route and sort", lambda x, one: sort_copies(route(logits[id(one)], one.rule)[1], len(one.router), mean))
+def measure_rows(
+    shape: str, kind: str, layers: Sequence[layer.ExpertLayer], rows: int, rate: float, until: float
+) -> None:
+    """Prints a line for each candidate."""
+    _, top_k, hidden, _, _ = SHAPES[shape]
+    xs = [torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16) for _ in layers]
+    nbytes = touched_bytes(layers, xs)
+    norm = torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16)
+
+    def show(name: str, run: Callable[[Tensor, layer.ExpertLayer], object]) -> None:
+        if time.perf_counter() > until:
+            return
+        runs = [lambda x=x, one=one: run(x, one) for x, one in zip(xs, layers, strict=True)] * (2 if rows < 256 else 1)
+        try:
+            seconds = graph_seconds(runs)
+        except Exception as problem:
+            print(f"{shape} {kind} {rows:5d} {name}: {str(problem).splitlines()[0][:90]}", flush=True)
+            return
+        print(f"{shape} {kind} {rows:5d} {seconds * 1e6:8.1f} us {nbytes / seconds / rate:6.1%}  {name}", flush=True)
+
+    show("layer as chosen", lambda x, one: layer.mixture(x, one, norm, 1e-6, residual=x))
+    shared = {"gpt_oss": layers[0].gpt_oss, "native": True}
+    logits = {id(one): layer.router_logits(x, one.router, one.router_bias) for x, one in zip(xs, layers, strict=True)}
+    routed = {id(one): route(logits[id(one)], one.rule) for one in layers}
+    show("route", lambda x, one: route(logits[id(one)], one.rule))
+    few: list[tuple[str, Any, Any]] = []
+    if rows * top_k <= 32:
+        show(
+            "norm and route",
+            lambda x, one: norm_and_route(x, norm, 1e-6, one.router, one.rule, bias=one.router_bias),
+        )
+        few = [("few", small.few_rows, tiles) for tiles in few_candidates(kind)]
+        if kind == "mxfp4":
+            few += [("vector", vector.vector_rows, tiles) for tiles in VECTOR_CANDIDATES]
+    for name, compute, tiles in few:
+        show(
+            f"{name} {tiles}",
+            lambda x, one, compute=compute, tiles=tiles: compute(
+                x, *routed[id(one)], one.gate_up, one.down, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias,
+                residual=x, tiles=tiles, **shared,
+            ),
+        )  # fmt: skip
+    mean = grouped.block_rows(rows * top_k, len(layers[0].router))
+    for block in sorted({mean, 16} if rows <= 64 else {mean, max(mean // 2, 16)}):
+        copies = {key: sort_copies(chosen[1], len(layers[0].router), block) for key, chosen in routed.items()}
+        for pair in grouped_candidates(kind, block):
+            show(
+                f"grouped {pair[0]} {pair[1][1:]}",
+                lambda x, one, pair=pair, copies=copies: grouped.many_rows(
+                    x, *routed[id(one)], copies[id(one)], one.gate_up, one.down, residual=x, tiles=pair,
+                    gate_up_bias=one.gate_up_bias, down_bias=one.down_bias, **shared,
+                ),
+            )  # fmt: skip
+    show("route and sort", lambda x, one: sort_copies(route(logits[id(one)], one.rule)[1], len(one.router), mean))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ Metrics:
 - qwen3_30b_a3b_1x128_ms, qwen3_30b_a3b_64x1024_ms, gpt_oss_20b_1x128_ms: time of a decode step, as decode_ms_RxC of
   benchmarks/engine.py. gpt-oss has MXFP4 experts, the others are bf16.
 - qwen3_30b_a3b_fp8_1x128_ms: the same with --weights fp8.
-- ratio_vs_transformers_path: time of a 1x128 step of Qwen3-30B-A3B computed by the modules of transformers in our engine
-  over the time of our decoder, in this run.
+- ratio_vs_transformers_path: time of a 1x128 step of Qwen3-30B-A3B that our engine computes by the modules of
+  transformers over the time of our decoder, in this run.
 - gpt_oss_20b_offline_tok_s: output tokens per second of offline requests with 1,000 input and 1,000 output tokens.
 """
 
@@ -137,9 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         gpt_oss = replace(gpt_oss, offline=(args.requests, *gpt_oss.offline[1:]))
     if "qwen3" in args.only:
         found = bench.engine("qwen3-30b-a3b", qwen3, "decode")
-        bench.add(
-            qwen3_30b_a3b_1x128_ms=found["decode_ms_1x128"], qwen3_30b_a3b_64x1024_ms=found["decode_ms_64x1024"]
-        )
+        bench.add(qwen3_30b_a3b_1x128_ms=found["decode_ms_1x128"], qwen3_30b_a3b_64x1024_ms=found["decode_ms_64x1024"])
     if "transformers" in args.only:
         found = bench.engine("qwen3-30b-a3b, transformers", one, "decode", native=False)
         if ours := bench.metrics.get("qwen3_30b_a3b_1x128_ms"):

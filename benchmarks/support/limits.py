@@ -14,7 +14,6 @@ import torch
 from benchmarks.support.report import timed
 from benchmarks.support.shapes import BenchmarkShape
 
-
 MXFP4_BYTES = 17 / 32  # Bytes of a weight: 4 bits, and a byte for 32 of them.
 
 

@@ -97,6 +97,13 @@ GPT_OSS_20B: dict[str, Any] = llama(
     "quantization_config": {"quant_method": "mxfp4"},
     "torch_dtype": "bfloat16",
 }
+LLAMA_70B = LLAMA_8B | llama(128256, 8192, 28672, layers=80, heads=64, kv_heads=8, context=131072, head_dim=128)
+#: quantization_config of formats that need no `--weights`; with load_format "dummy" the random weights are quantised.
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
 SHAPES = {
     "llama-3.1-8b": BenchmarkShape(
         config=LLAMA_8B,
@@ -132,6 +139,18 @@ SHAPES = {
         block_size=16,
         steps=64,
         repeats=5,
+        copy_bytes=4 << 30,
+    ),
+    "llama-3.1-70b": BenchmarkShape(
+        config=LLAMA_70B,
+        decode=((1, 128), (16, 1024)),
+        ttft=(2048,),
+        handed=(2048,),
+        offline=(64, 1024, 256),
+        chunk_tokens=2048,
+        block_size=16,
+        steps=64,
+        repeats=3,
         copy_bytes=4 << 30,
     ),
     "tiny": BenchmarkShape(

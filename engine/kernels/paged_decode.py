@@ -94,7 +94,7 @@ def _softmax(s, best, total):
 
 @triton.jit
 def add_sink(total, best, sinks, head):
-    """Returns the sum of weights of rows, relative to 2^best, with the sink of each row's head: a logit without a value."""
+    """Returns the sum of weights, relative to 2^best, with the sink of each row's head: a logit without a value."""
     return total + tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - best)
 
 
@@ -457,7 +457,8 @@ def paged_decode(
     out = torch.empty_like(q) if out is None else out
     _decode_kernel[(rows // row_tile, programs)](
         q, pool_args(layer, torch.int32, torch.int16), block_tables, cu_q, seq_lens, plan.cum, plan.first_seq,
-        q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *q.stride()[:2], block_tables.stride(0), *out.stride()[:2],
+        q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *q.stride()[:2],
+        block_tables.stride(0), *out.stride()[:2],
         num_seqs, programs, plan.window, first, *softcap_args(scale, softcap),
         HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=plan.block_n,
         STAGES=plan.stages, FP8=layer.scales is not None, CAP=softcap > 0, NATIVE=has_native_e4m3(),

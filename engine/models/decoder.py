@@ -96,7 +96,8 @@ class Decoder(nn.Module):
             if quantization is not None:
                 self._set_schemes(quantization)
         allocate(self, device, dtype)
-        self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce)
+        quantized = quantization is not None
+        self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce, quantized=quantized)
 
     def _set_schemes(self, quantization: Quantization) -> None:
         """Sets the scheme of each linear layer. Raises ConfigError if layers of one product have different schemes."""
@@ -147,6 +148,9 @@ class Decoder(nn.Module):
             linear.weight.copy_(weight.dequantize(linear.weight.dtype))
         else:
             self._ops.place(linear, weight, self.embedding.weight.dtype)
+            attention = self.layer_list[-1].attention
+            if linear is attention.qkv:
+                self._ops.place_kv(attention, weight, self.embedding.weight.dtype)
 
     @property
     def layer_list(self) -> list[Layer]:
@@ -203,13 +207,23 @@ class Decoder(nn.Module):
 
 
 def make_ops(
-    spec: ModelSpec, max_len: int, device: torch.device, dtype: torch.dtype, fused: bool, all_reduce: AllReduce | None
+    spec: ModelSpec,
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    fused: bool,
+    all_reduce: AllReduce | None,
+    *,
+    quantized: bool = False,
 ) -> TorchOps:
-    """Makes the operations of a decoder's layers; `fused` selects Triton kernels."""
+    """Makes the operations of a decoder's layers; `fused` selects Triton kernels, `quantized` those for such weights."""
     cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
     if fused:
-        from engine.models.fused import FusedOps
+        if quantized:
+            from engine.models.fused_quantized import QuantizedFusedOps as Ops
+        else:
+            from engine.models.fused import FusedOps as Ops  # type: ignore[assignment]
 
-        return FusedOps(cos.to(device), sin.to(device), all_reduce)
+        return Ops(cos.to(device), sin.to(device), all_reduce)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return TorchOps(cos.to(device, dtype), sin.to(device, dtype), all_reduce)

@@ -114,17 +114,14 @@ class FusedOps(TorchOps):
 
     def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
         layer = moe.prepared or self.prepare_experts(moe)
-        if self._all_reduce is not None:
+        gated = None if moe.shared is None else self.norm_swiglu(x, norm, moe.shared.gate_up)
+        if self._all_reduce is None:
+            x = mixture(x, layer, norm.weight, norm.eps, residual=x, out=x)
+        else:
             part = mixture(x, layer, norm.weight, norm.eps)
-            if moe.shared is not None:
-                gated = self.norm_swiglu(x, norm, moe.shared.gate_up)
-                part.add_(F.linear(gated, moe.shared.down.weight), alpha=moe.shared.down.multiplier)
             self._all_reduce(part)
-            return x.add_(part)
-        if moe.shared is None:
-            return mixture(x, layer, norm.weight, norm.eps, residual=x, out=x)
-        gated = self.norm_swiglu(x, norm, moe.shared.gate_up)  # before x gets the experts' result
-        return self.add_linear(mixture(x, layer, norm.weight, norm.eps, residual=x, out=x), gated, moe.shared.down)
+            x.add_(part)
+        return x if gated is None or moe.shared is None else self.add_linear(x, gated, moe.shared.down)
 
     def prepare_experts(self, moe: MoE) -> ExpertLayer:
         """Brings the loaded parameters into the form of the kernels and keeps it in the module.

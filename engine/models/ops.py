@@ -45,6 +45,9 @@ class TorchOps:
         """Gives a layer its quantised weight, in the form with which these operations multiply inputs of `dtype`."""
         place(linear, weight, dtype)
 
+    def place_kv(self, attention: Attention, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        """Gives `attention.kv` a weight of its own, where it cannot be a part of that of `qkv`. weight: that of qkv."""
+
     def attention_for(self, positions: Tensor, context: ForwardContext) -> AttentionFn:
         """Prepares the attention of one step: does the work that all layers share, once."""
         rotate = self._rotation(positions)

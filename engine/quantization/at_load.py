@@ -28,7 +28,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
         raise ConfigError(f"{inputs} inputs of a layer are not whole groups of {size}", field="model")
     wide = weight.float()
     if scheme.kind == "int4":
-        return _four_bits(wide, size)
+        return _four_bits(wide, size, zeros=not scheme.symmetric)
     if block:
         padded = F.pad(wide, (0, -inputs % BLOCK, 0, -outputs % BLOCK))
         rows, columns = (length // BLOCK for length in padded.shape)
@@ -54,8 +54,10 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     )
 
 
-def _four_bits(weight: Tensor, size: int) -> QuantizedWeight:
+def _four_bits(weight: Tensor, size: int, *, zeros: bool) -> QuantizedWeight:
+    """Returns a weight with scales that float16 holds, like those of checkpoints. zeros: store the zeros."""
     groups = weight.view(len(weight), -1, size)
-    scales = (groups.abs().amax(dim=-1) / (FIXED_ZERO - 1)).clamp_(min=_TINY)
+    scales = (groups.abs().amax(dim=-1) / (FIXED_ZERO - 1)).half().float().clamp_(min=2.0**-24)
     numbers = (groups / scales[..., None]).round_().add_(FIXED_ZERO).clamp_(0, 15).to(torch.uint8)
-    return QuantizedWeight("int4", pack_nibbles(numbers.view(weight.shape)), scales, group_size=size)
+    stored = torch.full_like(scales, FIXED_ZERO, dtype=torch.uint8) if zeros else None
+    return QuantizedWeight("int4", pack_nibbles(numbers.view(weight.shape)), scales, stored, group_size=size)

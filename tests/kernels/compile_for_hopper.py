@@ -26,8 +26,13 @@ from engine.kernels import (
 from engine.kernels.experts import grouped as experts_grouped
 from engine.kernels.experts import routing as experts_routing
 from engine.kernels.experts import small as experts_small
+from engine.kernels.experts import vector as experts_vector
 from engine.kernels.experts import weight as experts_weight
+from engine.kernels.quantized import activations, choice, dequantize, linear
+from engine.kernels.quantized.device_weight import DeviceWeight, prepare
+from engine.kernels.quantized.product import Tile
 from engine.kv.kv_pool import LayerKV
+from engine.quantization.weight import QuantizedWeight
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampleRow
 
@@ -127,9 +132,12 @@ def experts(native: bool) -> None:
         gate_up, down = (expert_weight(kind, *size) for size in ((2 * inner, hidden), (hidden, inner)))
         biases = {"gate_up_bias": half(2, 2 * inner), "down_bias": half(2, hidden)} if gpt_oss else {}
         options: dict[str, Any] = {"gpt_oss": gpt_oss, "native": native, **biases}
-        for rows, weight in ((1, half(hidden)), (2, None)):
-            x = half(rows, hidden)
-            experts_small.few_rows(x, torch.zeros(rows, count), gate_up, down, rule, norm=weight, residual=x, **options)
+        routed = torch.zeros(1, top_k), torch.zeros(1, top_k, dtype=torch.int32)
+        x = half(1, hidden)
+        experts_routing.norm_and_route(x, x[0], 1e-6, half(count, hidden), rule, bias=half(count))
+        experts_small.few_rows(x, *routed, gate_up, down, residual=x, **options)
+        if gpt_oss:
+            experts_vector.vector_rows(x, *routed, gate_up, down, residual=x, **options)
         for rows in (16, 128, 1024):
             x = half(rows, hidden)
             weights, chosen = experts_routing.route(torch.zeros(rows, count), rule)
@@ -147,6 +155,39 @@ def expert_weight(kind: str, outputs: int, inputs: int) -> experts_weight.Expert
         return experts_weight.mxfp4_weight(torch.zeros(2, outputs, inputs // 2, dtype=torch.uint8), scales)
     blocks = (-(-outputs // 128), -(-inputs // 128)) if kind == "fp8_block" else (outputs, 1)
     return experts_weight.fp8_weight(torch.zeros(2, outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(2, *blocks))
+
+
+def quantized_weights(dtype: torch.dtype) -> list[DeviceWeight]:
+    """Returns weights [1024, 1024] of each form: 4 bits without and with zeros, int8, e4m3 per output and in blocks."""
+    size, ones = 1024, torch.ones
+    nibbles, small = torch.zeros(size, size // 2, dtype=torch.uint8), torch.zeros(size, size, dtype=torch.int8)
+    zeros, codes = torch.zeros(size, 8, dtype=torch.uint8), small.to(torch.float8_e4m3fn)
+    weights = [
+        QuantizedWeight("int4", nibbles, ones(size, 8), group_size=128),
+        QuantizedWeight("int4", nibbles, ones(size, 8), zeros, group_size=128),
+        QuantizedWeight("int8", small, ones(size, 1), group_size=size),
+        QuantizedWeight("fp8", codes, ones(size, 1), group_size=size),
+        QuantizedWeight("fp8", codes, ones(8, 8), block=True, group_size=128),
+    ]
+    return [prepare(weight, dtype) for weight in weights]
+
+
+def quantized_products(dtype: torch.dtype, *, native_e4m3: bool) -> None:
+    """Compiles the products of the tables. native_e4m3: the card converts e4m3 (compute capability 8.9)."""
+    norm = torch.zeros(1024, dtype=dtype)
+    for weight in quantized_weights(dtype):
+        table = choice.INT4 if weight.kind == "int4" else choice.BYTES_ONLY
+        for rows, method in table:
+            if method == "gemv" and weight.kind == "fp8" and not native_e4m3:
+                continue
+            if isinstance(method, Tile) or method == "gemv":
+                x = torch.zeros(min(rows, 200), 1024, dtype=dtype)
+                linear.quantized_linear(x, weight, norm=norm, gated=True, method=method)
+                linear.quantized_linear(x, weight, residual=x, out=x, method=method)
+        dequantize.dequantize(weight)
+    for kind in (torch.float8_e4m3fn, torch.int8) if native_e4m3 else (torch.int8,):
+        activations.quantize(torch.zeros(4, 1024, dtype=dtype), kind, norm=norm)
+        activations.quantize(torch.zeros(4, 1024, dtype=dtype), kind, group=True)
 
 
 def inputs() -> None:
@@ -186,6 +227,8 @@ def main() -> None:
     dense_prefill.merge_attention(part, part[..., 0], part, part[..., 0], part)
     for fp8 in (False, True):
         cache(fp8)
+    for dtype in (torch.bfloat16, torch.float16):
+        quantized_products(dtype, native_e4m3=True)
     attention(False, 1, 0, 0.0)
     attention(True, 5, 64, 30.0)
 

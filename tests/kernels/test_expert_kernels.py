@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 import triton.language as tl
 
 from engine.kernels.experts import small
@@ -103,7 +105,7 @@ def test_every_mxfp4_byte_is_unpacked_at_every_place(device):
 def few_programs(monkeypatch):
     """Gives the programs of tiny shapes more rows in the interpreter, which takes as long for few rows."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(small, "_tiles", lambda kind, hidden, inner: ((16, 128, 4), (64, 128, 4)))
+        monkeypatch.setattr(small, "_tiles", lambda kind: ((32, 128, 2, 4), (64, 128, 2, 4)))
 
 
 KINDS = ["plain", "fp8", "fp8_block", "mxfp4"]

@@ -50,6 +50,9 @@ CASES: dict[str, dict[str, Any]] = {
     "granite-moe": EXPERTS
     | {"architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 6, "intermediate_size": 20}
     | {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+    "gpt-oss-mxfp4": EXPERTS
+    | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "intermediate_size": 32, "sliding_window": 6}
+    | {"quantization_config": {"quant_method": "mxfp4"}, "rope_scaling": None},
     "gpt-oss": EXPERTS
     | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "intermediate_size": 32, "sliding_window": 6}
     | {"num_hidden_layers": 2, "rope_scaling": None},
@@ -68,7 +71,10 @@ def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple
     pair = [Decoder(spec, 64, device, dtype, fused=fused) for fused in (True, False)]
     torch.manual_seed(5)
     for a, b in zip(*(model.parameters() for model in pair), strict=True):
-        a.normal_(0.0, 0.2).add_(1.0 if a.ndim == 1 else 0.0)
+        if a.dtype == torch.uint8:  # numbers of MXFP4, or scales from 2^-4 to 2^-2
+            a.random_(0, 256) if a.shape[-1] > 1 else a.random_(123, 126)
+        else:
+            a.normal_(0.0, 0.2).add_(1.0 if a.ndim == 1 else 0.0)
         b.copy_(a)
     return pair[0], pair[1]
 
@@ -76,8 +82,14 @@ def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple
 class Rig:
     """Both decoders, each with its own pool. The fused decoder's pool is NaN where no token was written."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self.models = decoders(spec, dtype, device)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        models: tuple[Decoder, Decoder] | None = None,
+    ) -> None:
+        self.models = models or decoders(spec, dtype, device)
         shape = (BLOCKS, spec.num_layers, 2, spec.num_kv_heads, BLOCK, spec.head_dim)
         caches = [torch.full(shape, fill, dtype=dtype, device=device) for fill in (float("nan"), 0.0)]
         self.pools = [tuple(LayerKV(cache[:, i]) for i in range(spec.num_layers)) for cache in caches]

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.experts.routing import SortedCopies
-from engine.kernels.experts.weight import FP8, MXFP4, ExpertWeight, activate, decode_e4m3, unpack_pairs
+from engine.kernels.experts.weight import FP8, MXFP4, ExpertWeight, activate, decode_e4m3, unpack_floats, unpack_pairs
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
 _DOWN = tl.constexpr(2.0**64)  # mxfp4 weights are 2^64 times too small in bfloat16, so that all scales fit its range.
@@ -51,21 +51,20 @@ def _mxfp4_tile(words, scale, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.con
     shifts = tl.arange(0, 4) * 8
     s = ((scale[:, :, None] >> shifts[None, None, :]) & 0xFF) + 62
     s = s.reshape(BN, BK // 32)[:, :, None].broadcast_to(BN, BK // 32, 4).reshape(BN, BK // 8)
-    p0, p1, p2, p3 = unpack_pairs(words)
     if NATIVE:
+        p0, p1, p2, p3 = unpack_pairs(words)
         f = (s << 7) | (s << 23)
         tile = _join_pairs(_scaled(p0, f), _scaled(p1, f), _scaled(p2, f), _scaled(p3, f), BN, BK)
     else:
         f = (s << 23).to(tl.float32, bitcast=True)[:, :, None].broadcast_to(BN, BK // 8, 8).reshape(BN, BK)
-        tile = _join_pairs(p0, p1, p2, p3, BN, BK).to(tl.float32) * f
+        tile = unpack_floats(words, BN, BK) * f
     return tile
 
 
 @triton.jit
 def _weight_tile(
-    w, scales, base, expert, n, n_ok, start, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    KIND: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, SN: tl.constexpr, SK: tl.constexpr,
-    SROWS: tl.constexpr, SGROUPS: tl.constexpr, dtype: tl.constexpr,
+    w, scales, base, n, n_ok, start, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+    NATIVE: tl.constexpr, EVEN: tl.constexpr, SGROUPS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Loads a tile of weights [BK, BN] in the inputs' dtype. Scales of fp8 blocks are left to the caller."""
     if KIND == MXFP4:
@@ -140,19 +139,14 @@ def _grouped_kernel(
             v = tl.load(rows + start + k[None, :], mask=m_ok[:, None], other=0.0)
         else:
             v = tl.load(rows + start + k[None, :], mask=m_ok[:, None] & (start + k < K)[None, :], other=0.0)
-        g = _weight_tile(
-            w, scales, base, expert, n, n_ok, start, N, K, BN, BK, KIND, NATIVE, even, SN, SK, SROWS, SGROUPS, dtype
-        )
+        g = _weight_tile(w, scales, base, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype)
         if by_step:
             s = _block_scale(scales, expert, n, n_ok, start, SN, SK, SROWS, SGROUPS)
             acc += tl.dot(v, g, input_precision="ieee") * s[None, :]
         else:
             acc = tl.dot(v, g, acc, input_precision="ieee")
         if FIRST:
-            u = _weight_tile(
-                w, scales, base + N, expert, n, n_ok, start, N, K, BN, BK, KIND, NATIVE, even, SN, SK, SROWS, SGROUPS,
-                dtype,
-            )  # fmt: skip
+            u = _weight_tile(w, scales, base + N, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype)
             if by_step:
                 s = _block_scale(scales, expert, n + N, n_ok, start, SN, SK, SROWS, SGROUPS)
                 acc_up += tl.dot(v, u, input_precision="ieee") * s[None, :]
@@ -263,9 +257,7 @@ def many_rows(
         bm, bn, bk, stages, warps = chosen or _tile(weight.kind, copies.block_m, is_first, itemsize)
         assert bm == copies.block_m
         size = target.shape[1]
-        numbers, scales = weight.numbers, weights if weight.scales is None else weight.scales
-        if weight.kind == MXFP4.value:
-            scales = scales.view(torch.int32)
+        numbers, scales = weight.numbers, weight.scale_tensor(weights)
         _grouped_kernel[(triton.cdiv(size, bn), copies.max_blocks)](
             source, numbers, scales, source if bias is None else bias, weights, copies.order, copies.blocks, target,
             source.stride(0),

@@ -1,8 +1,8 @@
 """A mixture of experts on a GPU: the one function that models call, and its choice of kernels.
 
-    rows                     launches of a layer
-    up to MAX_FEW copies     norm and router (one for a single row, else two), gate and up, down
-    more                     norm, router, routing, sort, two grouped products, sum
+rows                     launches of a layer
+up to MAX_FEW copies     norm with router and routing; gate and up; down
+more                     norm, router, routing, sort, two grouped products, sum
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import triton
 from torch import Tensor
 
 from engine.kernels.experts.grouped import block_rows, many_rows
-from engine.kernels.experts.routing import RoutingRule, route, sort_copies
-from engine.kernels.experts.small import few_rows
-from engine.kernels.experts.weight import ExpertWeight
-from engine.kernels.gemm import MAX_SKINNY_ROWS, gemv, skinny_gemm
+from engine.kernels.experts.routing import RoutingRule, norm_and_route, route, sort_copies
+from engine.kernels.experts.small import MAX_EXPERTS, MAX_SLOTS, few_rows
+from engine.kernels.experts.vector import vector_rows
+from engine.kernels.experts.weight import MXFP4, ExpertWeight
+from engine.kernels.gemm import MAX_SKINNY_ROWS, skinny_gemm
 from engine.kernels.norm import rms_norm
 
 MAX_FEW = 32  # Largest number of copies that `few_rows` computes faster.
@@ -84,19 +85,19 @@ def mixture(
         max_few: largest number of copies (tokens x top_k) that `few_rows` computes.
     """
     rule, native, tokens = layer.rule, converts_e4m3(x.device), len(x)
-    shared: dict[str, Any] = {"gpt_oss": layer.gpt_oss, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
+    shared: dict[str, Any] = {
+        "gpt_oss": layer.gpt_oss,
+        "gate_up_bias": layer.gate_up_bias,
+        "down_bias": layer.down_bias,
+    }
     shared |= {"residual": residual, "out": out, "native": native}
-    if tokens * rule.top_k <= max_few:
-        options = shared | {"correction": layer.correction}
-        if tokens == 1:
-            logits = torch.empty(1, len(layer.router), dtype=torch.float32, device=x.device)
-            gemv(x, layer.router, bias=layer.router_bias, norm=norm, eps=eps, out=logits)
-            return few_rows(x, logits, layer.gate_up, layer.down, rule, norm=norm, eps=eps, **options)
-        normed = rms_norm(x, norm, eps)
-        logits = router_logits(normed, layer.router, layer.router_bias)
-        return few_rows(normed, logits, layer.gate_up, layer.down, rule, **options)
+    local = layer.gate_up.shape[0]
+    if tokens * rule.top_k <= max_few and rule.top_k <= MAX_SLOTS and local <= MAX_EXPERTS:
+        bias, correction = layer.router_bias, layer.correction
+        routed = norm_and_route(x, norm, eps, layer.router, rule, bias=bias, correction=correction)
+        compute = vector_rows if layer.gate_up.kind == MXFP4.value else few_rows
+        return compute(*routed, layer.gate_up, layer.down, first=rule.first, **shared)
     normed = rms_norm(x, norm, eps)
     weights, experts = route(router_logits(normed, layer.router, layer.router_bias), rule, layer.correction)
-    local = layer.gate_up.shape[0]
     copies = sort_copies(experts, local, block_rows(tokens * rule.top_k, len(layer.router)), rule.first)
     return many_rows(normed, weights, experts, copies, layer.gate_up, layer.down, first=rule.first, **shared)

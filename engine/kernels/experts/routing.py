@@ -1,13 +1,14 @@
 """Which experts compute a token, and the order in which the grouped products read the tokens.
 
 A copy is a (token, slot) pair: copy c = token * top_k + slot. `sort_copies` orders the copies by expert and lists
-blocks of up to BLOCK_M copies of one expert. All sizes on the host are upper bounds, so a CUDA graph can capture it. The
-order is that of a stable sort: it does not depend on the order in which programs run.
+blocks of up to BLOCK_M copies of one expert. All sizes on the host are upper bounds, so a CUDA graph can capture it.
+The order is that of a stable sort: it does not depend on the order in which programs run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from engine.kernels.pdl import pdl_args, wait_for_previous
 
 CHUNK = 128  # Copies of a program of the sort.
 COUNT_MIN = 1024  # With more copies, a kernel before the sort counts the experts of each chunk.
+MAX_ROUTED = 16  # Largest number of rows of `norm_and_route`.
+ROUTER_ROWS = 2  # Logits of a program of `norm_and_route`.
 PAIRWISE = tl.constexpr(128)  # Up to this many experts are ranked by comparing all pairs.
 
 
@@ -87,7 +90,7 @@ def select_experts(
     """
     i = tl.arange(0, EP)
     ok = i < E
-    x = tl.load(logits + i, mask=ok, other=-float("inf"))
+    x = tl.load(logits + i, mask=ok, other=-float("inf"), cache_modifier=".cg")
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -99,7 +102,7 @@ def select_experts(
         choice = score + tl.load(correction + i, mask=ok, other=0.0).to(tl.float32)
     elif GROUPS > 1:
         choice = score
-    choice = tl.where(ok & (choice == choice), choice, -float("inf"))
+    choice = tl.where(ok & (choice > -float("inf")), choice, -float("inf"))  # NaN, too
     if GROUPS > 1:
         choice = _without_lesser_groups(choice, i, E, GROUPS, TOP_GROUPS)
     if EP <= PAIRWISE:
@@ -149,6 +152,79 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
         num_warps=4 if experts <= 128 else 8,
     )  # fmt: skip
     return weights, chosen
+
+
+@triton.jit
+def _router_kernel(
+    x, norm, w, bias, correction, logits, normed, weights, experts, arrived, x_row, eps,
+    H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, TOPK: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Computes ROWS logits of a token. The program that finishes last selects the token's experts."""
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BH)
+    tile = tl.load(w + row[:, None] * H + k[None, :], mask=(row < E)[:, None] & (k < H)[None, :], other=0.0)
+    scale = tl.load(norm + k, mask=k < H, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    v = tl.load(x + token * x_row + k, mask=k < H, other=0.0).to(tl.float32)
+    v = v * tl.rsqrt(tl.sum(v * v, 0) / H + eps) * scale
+    y = tl.sum(tile.to(tl.float32) * v[None, :], 1)
+    if BIAS:
+        y += tl.load(bias + row, mask=row < E, other=0.0).to(tl.float32)
+    tl.store(logits + token * E + row, y, mask=row < E)
+    if tl.program_id(0) == 0:
+        tl.store(normed + token * H + k, v.to(normed.dtype.element_ty), mask=k < H)
+    tl.debug_barrier()  # all threads have stored before one of them counts the program
+    before = tl.atomic_add(arrived + token, 1, sem="acq_rel")
+    if before == tl.num_programs(0) - 1:
+        rank, weight = select_experts(
+            logits + token * E, correction, E, EP, TOPK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, CORRECTED
+        )
+        tl.store(weights + token * TOPK + rank, weight, mask=rank < TOPK)
+        tl.store(experts + token * TOPK + rank, tl.arange(0, EP), mask=rank < TOPK)
+        tl.store(arrived + token, 0)  # for the next launch
+
+
+@cache
+def _arrived(device: torch.device) -> Tensor:
+    """Returns the counters of `norm_and_route`. Launches of one device follow each other, so they share them."""
+    return torch.zeros(MAX_ROUTED, dtype=torch.int32, device=device)
+
+
+def norm_and_route(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    router: Tensor,
+    rule: RoutingRule,
+    *,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the RMSNorm of x [T, hidden], and weights and experts as `route`, in one launch.
+
+    Args:
+        x: up to MAX_ROUTED rows.
+        norm: [hidden], weight of the norm.
+        router: [E, hidden]; bias: [E].
+    """
+    (tokens, hidden), experts, device = x.shape, len(router), x.device
+    assert tokens <= MAX_ROUTED
+    assert router.is_contiguous()
+    assert x.stride(1) == 1
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=device)
+    normed = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    weights = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=device)
+    chosen = torch.empty(tokens, rule.top_k, dtype=torch.int32, device=device)
+    _router_kernel[(triton.cdiv(experts, ROUTER_ROWS), tokens)](
+        x, norm, router, router if bias is None else bias, logits if correction is None else correction,
+        logits, normed, weights, chosen, _arrived(device), x.stride(0), eps,
+        H=hidden, BH=int(triton.next_power_of_2(hidden)), ROWS=ROUTER_ROWS, BIAS=bias is not None,
+        **rule.constants(experts, correction is not None), **pdl_args(device), num_warps=4,
+    )  # fmt: skip
+    return normed, weights, chosen
 
 
 class SortedCopies(NamedTuple):

@@ -51,6 +51,12 @@ class ExpertWeight:
         """Bytes of numbers and scales."""
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
+    def scale_tensor(self, placeholder: Tensor) -> Tensor:
+        """Returns the scales as a kernel's argument: those of mxfp4 four at a time, as int32."""
+        if self.scales is None:
+            return placeholder
+        return self.scales.view(torch.int32) if self.kind == MXFP4.value else self.scales
+
     def scale_args(self) -> dict[str, int]:
         """Returns how a kernel addresses the scales: rows and inputs of a scale, and the sizes of the tensor."""
         _, outputs, inputs = self.shape
@@ -97,9 +103,13 @@ def mxfp4_weight(numbers: Tensor, scales: Tensor) -> ExpertWeight:
     experts, outputs, width = numbers.shape
     groups = width * 2 // GROUP
     if width * 2 % GROUP or scales.shape != (experts, outputs, groups):
-        raise ConfigError(f"scales {tuple(scales.shape)} do not fit MXFP4 experts {tuple(numbers.shape)}", field="model")
+        raise ConfigError(
+            f"scales {tuple(scales.shape)} do not fit MXFP4 experts {tuple(numbers.shape)}", field="model"
+        )
     if (largest := int(scales.max())) > MAX_SCALE:
-        raise ConfigError(f"an MXFP4 scale is 2^{largest - 127}, at most 2^{MAX_SCALE - 127} is supported", field="model")
+        raise ConfigError(
+            f"an MXFP4 scale is 2^{largest - 127}, at most 2^{MAX_SCALE - 127} is supported", field="model"
+        )
     words = torch.empty(experts, outputs, width // 4, dtype=torch.int32, device=numbers.device)
     for source, target in zip(numbers, words, strict=True):
         target.copy_(_pack_words(source))
@@ -140,6 +150,15 @@ def low(pair):
 def high(pair):
     """Returns the high bfloat16 as fp32."""
     return (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_floats(words, ROWS: tl.constexpr, K: tl.constexpr):
+    """Unpacks int32 words [ROWS, K / 8] to fp32 [ROWS, K], 2^126 times too small. A thread keeps its registers."""
+    p0, p1, p2, p3 = unpack_pairs(words)
+    lows = tl.join(tl.join(low(p0), low(p2)), tl.join(low(p1), low(p3)))
+    highs = tl.join(tl.join(high(p0), high(p2)), tl.join(high(p1), high(p3)))
+    return tl.join(lows, highs).reshape(ROWS, K)
 
 
 @triton.jit

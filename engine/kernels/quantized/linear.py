@@ -1,0 +1,88 @@
+"""A linear layer with a quantised weight, with the operations around it, in the fastest way for the number of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.gemm import MIN_SWIGLU_ROWS, gemm_swiglu, supports_gemm_swiglu
+from engine.kernels.norm import rms_norm, silu_mul
+from engine.kernels.quantized.choice import Method, choose
+from engine.kernels.quantized.dequantize import dequantize
+from engine.kernels.quantized.device_weight import DeviceWeight
+from engine.kernels.quantized.gemv import gemv
+from engine.kernels.quantized.product import Tile, product
+from engine.kernels.quantized.split import can_split, split_product
+from engine.kernels.quantized.wide import wide_product
+from engine.quantization.weight import BLOCK
+
+
+def quantized_linear(
+    x: Tensor,
+    weight: DeviceWeight,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    method: Method | None = None,
+) -> Tensor:
+    """Computes norm(x) @ weight.T + bias, then adds a residual or multiplies silu(gate) by up.
+
+    Args:
+        x: [R, inputs] in the dtype `weight.compute`.
+        norm: weight of an RMSNorm with `eps`.
+        residual: [R, N]. Not with `gated`.
+        gated: the first half of the weight's rows is gate, the second is up. The result is [R, N / 2].
+        out: result, in any dtype. None allocates it; may be the residual.
+        method: how to compute it. None: `choose`.
+    """
+    method = method or choose(weight, len(x))
+    if weight.order is not None:
+        x = (x if norm is None else rms_norm(x, norm, eps))[:, weight.order]
+        norm = None
+    halves = gated and not (weight.block and weight.outputs // 2 % BLOCK)  # no block has rows of gate and of up
+    if method == "gemv" and gated == halves:
+        return gemv(x, weight, bias=bias, norm=norm, eps=eps, residual=residual, gated=gated, out=out)
+    if method == "wide":
+        y = wide_product(x, weight, norm=norm, eps=eps)
+    else:
+        x = x if norm is None else rms_norm(x, norm, eps)
+        if method == "scratch":
+            return _scratch(x, dequantize(weight), bias, residual, gated, out)
+        tile = method if isinstance(method, Tile) else choose(weight, len(x) + 1)
+        assert isinstance(tile, Tile)
+        if gated == halves:
+            if tile.split and can_split(weight, tile):
+                return split_product(x, weight, tile, bias=bias, residual=residual, gated=gated, out=out)
+            return product(x, weight, tile, bias=bias, residual=residual, gated=gated, out=out)
+        y = product(x, weight, tile)
+    return _finish(y, bias, residual, gated, out)
+
+
+def _scratch(
+    x: Tensor, plain: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None
+) -> Tensor:
+    """Computes `quantized_linear` with a plain weight [N, K] and rows x that are normed."""
+    if gated and bias is None and out is None and len(x) >= MIN_SWIGLU_ROWS and plain.dtype == torch.bfloat16:
+        if len(plain) % 32 == 0 and plain.shape[1] % 8 == 0 and supports_gemm_swiglu(x.device):
+            return gemm_swiglu(x, plain)
+    if residual is not None and residual is out:
+        out.addmm_(x, plain.t())
+        return out if bias is None else out.add_(bias)
+    return _finish(torch.nn.functional.linear(x, plain), bias, residual, gated, out)
+
+
+def _finish(y: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None) -> Tensor:
+    """Applies what follows a product y, which it may overwrite."""
+    if bias is not None:
+        y = y.add_(bias)
+    if gated:
+        y = silu_mul(y)
+    elif residual is not None and residual is out:
+        return out.add_(y)
+    elif residual is not None:
+        y = y.add_(residual)
+    return y if out is None else out.copy_(y)

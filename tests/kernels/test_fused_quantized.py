@@ -1,0 +1,43 @@
+"""The decoder with fused kernels and quantised weights gives the results of plain torch with the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.models import decoder, weights
+from engine.models.decoder import Decoder
+from engine.models.fused_quantized import QuantizedFusedOps
+from engine.models.spec import parse_spec
+from engine.quantization.scheme import Quantization, Rule, Scheme
+from tests.kernels.test_fused_model import BASE, STEPS, Rig
+from tests.rigs.engine.paged import error
+
+SCHEMES = {
+    "int4": Scheme(layout="awq", kind="int4", extent="group", group_size=32, symmetric=False),
+    "int8": Scheme(layout="load", kind="int8", extent="channel"),
+    "fp8": Scheme(layout="plain", kind="fp8", extent="block"),
+}
+CONFIG = BASE | {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@torch.inference_mode()
+def test_fused_equals_plain(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer computes keys and values with a weight of its own."""
+    spec = parse_spec(CONFIG)
+    quantization = Quantization(name, "config.json", (Rule(r"model\.layers\.", SCHEMES[name]),))
+    fused, plain = (
+        Decoder(spec, 64, device, torch.float32, fused=fused, quantization=quantization) for fused in (True, False)
+    )
+    for model in (fused, plain):
+        weights.randomize(model, 3)
+    assert isinstance(fused._ops, QuantizedFusedOps)
+    assert fused.layer_list[0].mlp.down.prepared is not None
+    rig = Rig(spec, torch.float32, device, (fused, plain))
+    monkeypatch.setattr(decoder, "MIN_TOKENS_PER_ROW", 1)
+    for step in STEPS:
+        want = rig.call(1, step)()
+        assert error(rig.call(0, step)(), want.double()) < 2e-5
