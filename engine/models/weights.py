@@ -30,7 +30,7 @@ from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.layers import Embedding, Linear, RMSNorm, Sinks, Target
-from engine.models.moe import Experts, ExpertRouter
+from engine.models.moe import ExpertRouter, Experts
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
 from engine.models.spec.model import MXFP4_GROUP
 from engine.progress import Progress, progress
