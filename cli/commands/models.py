@@ -29,7 +29,7 @@ def models(
         support = model_support(path if path.is_dir() else resolve_model(model, tokenizer=False, weights=False))
         refused |= support.how == "no"
         if as_json:
-            typer.echo(json.dumps({"model": model, "served": support.how, **support.details}))
+            typer.echo(json.dumps({"model": model, **support.details}))
         else:
             typer.echo(f"{model}: {support.text}")
     if refused:

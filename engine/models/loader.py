@@ -116,46 +116,51 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: 
 class ModelSupport:
     """How a model is served. It says nothing about the weights, which are not read."""
 
-    how: Literal["native", "transformers", "no"]
+    source: ModelSource | None  # None if the model is not served.
     reason: str  # Why the model is not native, or not served; empty for a native one.
-    shape: ModelShape | None  # None if the model is not served.
+
+    @property
+    def how(self) -> Literal["native", "transformers", "no"]:
+        """The code that computes the model."""
+        if self.source is None:
+            return "no"
+        return "native" if isinstance(self.source.spec, ModelSpec) else "transformers"
 
     @property
     def text(self) -> str:
         """One line for people."""
-        if self.shape is None:
+        if self.source is None:
             return f"not served: {self.reason}"
-        shape = self.shape
-        parts = f"{shape.architecture}, {shape.num_layers} layers"
-        if isinstance(shape, ModelSpec) and shape.moe is not None:
-            mxfp4 = " in MXFP4" if shape.moe.mxfp4 else ""
-            parts += f", {shape.moe.num_experts} experts{mxfp4}, {shape.moe.top_k} for each token"
+        spec = self.source.spec
+        parts = [spec.architecture, f"{spec.num_layers} layers"]
+        if isinstance(spec, ModelSpec) and spec.moe is not None:
+            parts.append(f"{spec.moe.num_experts} experts, {spec.moe.top_k} for each token")
+        parts += [self.source.weights_text] if self.source.weights_text else []
         how = "native" if self.how == "native" else f"through transformers, because {self.reason}"
-        return f"{how} ({parts}, up to {shape.max_position} tokens)"
+        return f"{how} ({', '.join(parts)}, up to {spec.max_position} tokens)"
 
     @property
     def details(self) -> dict[str, Any]:
         """The facts in `text`, for JSON."""
-        if self.shape is None:
-            return {"reason": self.reason}
-        shape = self.shape
-        found = {"architecture": shape.architecture, "layers": shape.num_layers, "max_model_len": shape.max_position}
-        if isinstance(shape, ModelSpec) and shape.moe is not None:
-            found |= {"experts": shape.moe.num_experts, "experts_per_token": shape.moe.top_k}
-        return found | ({"reason": self.reason} if self.reason else {})
+        found: dict[str, Any] = {"served": self.how, "reason": self.reason or None}
+        if self.source is not None:
+            spec = self.source.spec
+            found |= {"architecture": spec.architecture, "layers": spec.num_layers, "max_model_len": spec.max_position}
+            found["weights"] = self.source.weights_text or None
+            if isinstance(spec, ModelSpec) and spec.moe is not None:
+                found |= {"experts": spec.moe.num_experts, "experts_per_token": spec.moe.top_k}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def model_support(model_dir: Path) -> ModelSupport:
     """Returns how a model directory is served. Raises ConfigError if its config.json is missing or unreadable."""
     config, generation = read_config(model_dir)
-    reason = ""
     try:
-        return ModelSupport("native", "", parse_spec(config, generation))
+        source = open_model(model_dir)
+    except ConfigError as error:
+        return ModelSupport(None, error.message)
+    try:
+        parse_spec(config, generation)
     except NotNative as error:
-        reason = error.message
-    except ConfigError as error:
-        return ModelSupport("no", error.message, None)
-    try:
-        return ModelSupport("transformers", reason, open_model(model_dir).spec)
-    except ConfigError as error:
-        return ModelSupport("no", error.message, None)
+        return ModelSupport(source, error.message)
+    return ModelSupport(source, "")
