@@ -148,9 +148,8 @@ def check(kind: str) -> None:
             again = layer.mixture(x, case.layer, case.norm, case.eps, max_few=few)
             normed = rms_norm(x, case.norm, case.eps)
             rows = torch.randperm(tokens, device=DEVICE)[:12]
-            shown.append(
-                f"{error(got[rows], expected_of(case, x[rows], normed[rows])):.1e}{'' if torch.equal(got, again) else ' DIFFERS'}"
-            )
+            repeats = "" if torch.equal(got, again) else " DIFFERS"
+            shown.append(f"{error(got[rows], expected_of(case, x[rows], normed[rows])):.1e}{repeats}")
         print(
             f"error {kind:<9} gpt_oss {gpt_oss!s:<5} rows 1, 5 few | 5, 40, 300 grouped: {' '.join(shown)}", flush=True
         )
