@@ -21,7 +21,7 @@ def models(
     Reads no weights; of a model of the hub it downloads the other files. The exit code is 1 if a model is not served.
     """
     from common.model.directory import resolve_model
-    from engine.models.support import model_support
+    from engine.models.loader import model_support
 
     refused = False
     for model in models:
@@ -29,7 +29,7 @@ def models(
         support = model_support(path if path.is_dir() else resolve_model(model, tokenizer=False, weights=False))
         refused |= support.how == "no"
         if as_json:
-            typer.echo(json.dumps({"model": model, "served": support.how, **support.details}))
+            typer.echo(json.dumps({"model": model, **support.details}))
         else:
             typer.echo(f"{model}: {support.text}")
     if refused:

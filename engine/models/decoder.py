@@ -117,10 +117,11 @@ class Decoder(nn.Module):
                 linear.weight = nn.Parameter(torch.empty(0))
         for prefix, experts in self.experts():
             schemes = {prefix + name: quantization.scheme_of(prefix + name) for name in experts.projection_names()}
-            if not schemes and (scheme := quantization.scheme_of(prefix + experts.names.down)) is not None:
-                if scheme.layout != "load":
-                    problem = f"weights of the format {quantization.method!r} are not supported for experts in one tensor"
-                    raise ConfigError(f"{quantization.file}: {problem} ({prefix}{experts.names.down})", field="model")
+            stacked = prefix + experts.names.down
+            scheme = None if schemes else quantization.scheme_of(stacked)
+            if scheme is not None and scheme.layout != "load":
+                problem = f"weights of the format {quantization.method!r} are not supported for experts in one tensor"
+                raise ConfigError(f"{quantization.file}: {problem} ({stacked})", field="model")
             # int8 is for products of oneDNN with one matrix, so experts keep their dtype.
             if schemes and not all(s and s.layout == "load" and s.kind == "int8" for s in schemes.values()):
                 experts.set_scheme(schemes, keep_fp8=self.capturable)

@@ -30,7 +30,7 @@ from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.layers import Embedding, Linear, RMSNorm, Sinks, Target
-from engine.models.moe import Experts, ExpertRouter
+from engine.models.moe import ExpertRouter, Experts
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
 from engine.models.spec.model import MXFP4_GROUP
 from engine.progress import Progress, progress
@@ -70,7 +70,7 @@ def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARD
     return targets
 
 
-def _decoder_targets(model: Decoder, shard: Shard) -> dict[str, Target]:
+def _decoder_targets(model: Decoder, shard: Shard = UNSHARDED) -> dict[str, Target]:
     parts: list[tuple[nn.Module, str]] = [(module, "") for module in (model.embedding, model.norm, model.head)]
     parts += [(layer, f"model.layers.{index}.") for index, layer in enumerate(model.layer_list)]
     return {name: target for part in parts for name, target in checkpoint_targets(*part, shard).items()}

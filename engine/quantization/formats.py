@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from engine.models.spec import read_json
+from common.model.generation import read_json
 from engine.quantization import compressed_tensors
 from engine.quantization.config_fields import Fields
 from engine.quantization.scheme import Quantization, Rule, Scheme
@@ -44,7 +44,7 @@ def read_quantization(model_dir: Path, config: Mapping[str, Any]) -> Quantizatio
         if config.get(key):
             return _parse(config[key], "config.json", default)
     for file, method in _OTHER_FILES.items():
-        if content := read_json(model_dir / file, required=False):
+        if content := read_json(model_dir / file):
             return _parse(content.get("quantization") if method == "modelopt" else content, file, method)
     return None
 

@@ -107,7 +107,7 @@ def test_long_rope_ends_at_its_original_length(tmp_path: Path) -> None:
         ("deepseek_v3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}, "keys and values of different shapes"),
         ("minimax", GROUPED, "linear_attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rope"),
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ("llama", {"quantization_config": {"quant_method": "hqq"}}, "the format 'hqq' are not supported"),
     ],
 )
 def test_what_cannot_be_served_is_refused_from_its_config(

@@ -19,9 +19,14 @@ MOE = {
     "moe_intermediate_size": 16,
     "head_dim": 8,
 }
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "native": (LLAMA, "native (LlamaForCausalLM, 2 layers, up to 64 tokens)"),
     "experts": (LLAMA | MOE, "native (Qwen3MoeForCausalLM, 2 layers, 8 experts, 2 for each token, up to 64 tokens)"),
+    "quantised": (
+        LLAMA | {"quantization_config": AWQ},
+        "native (LlamaForCausalLM, 2 layers, awq (int4, groups of 32, zeros), up to 64 tokens)",
+    ),
     "transformers": (GPT2, "through transformers, because GPT2LMHeadModel has no native code; native are Llama"),
     "encoder": (LLAMA | {"architectures": ["BertModel"]}, "not served: model architecture BertModel is not supported"),
     "state": (

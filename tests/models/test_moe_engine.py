@@ -14,6 +14,7 @@ from common.types import SamplingParams
 from engine.llm import LLM
 from engine.models.loader import open_model
 from engine.models.spec import ModelSpec
+from tests.rigs.engine.known_answer_proposer import Guesses
 from tests.rigs.engine.tiny_models import MOE_CASES, TINY_ENGINE, assert_greedy, save_reference, tiny_prompt
 
 torch.set_num_threads(1)
@@ -41,8 +42,13 @@ def test_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> 
 def test_drafts_change_no_token(family: str, tmp_path: Path) -> None:
     reference = save_reference(tmp_path, MOE_CASES[family])
     llm = LLM(tmp_path, num_blocks=64, speculation="ngram", **TINY_ENGINE)
-    done = llm.generate([tiny_prompt(5, seed=1) * 5, tiny_prompt(30, seed=2)], GREEDY, ignore_eos=True)
+    prompts = [tiny_prompt(25, seed=1), tiny_prompt(30, seed=2)]
+    llm.engine.set_proposer(None)
+    answers = llm.generate(prompts, GREEDY, ignore_eos=True)
+    known = {f"local-{3 + i}": answer.ids for i, answer in enumerate(answers)}
+    llm.engine.set_proposer(Guesses(known, vocab=160))
+    done = llm.generate(prompts, GREEDY, ignore_eos=True)
     assert llm.engine.speculator is not None
-    assert llm.engine.speculator.stats.proposed > 0
+    assert 0 < llm.engine.speculator.stats.accepted < llm.engine.speculator.stats.proposed
     for completion in done:
         assert_greedy(reference, completion.prompt_ids, completion.tokens)

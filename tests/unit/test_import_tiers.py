@@ -82,7 +82,7 @@ ROOMS = {
         "__main__",
     ],
     "engine": [
-        "config device cuda_graphs progress",
+        "config device cuda_graphs progress quantization",
         "kv",
         "kernels",
         "attention",

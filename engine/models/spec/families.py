@@ -14,6 +14,8 @@ from engine.models.spec.fields import NotNative, flag, integer, number, uses_mxf
 from engine.models.spec.model import MoeSpec
 from engine.models.spec.rope import RopeDefaults
 
+MAX_EXPERTS = 1 << 12  #: Far above every model; loading makes a list of all experts.
+
 Config = Mapping[str, Any]
 Bias = Literal["none", "always", "attention_bias", "mlp_bias"]  # Of a projection: a name is the field that decides.
 Windows = tuple[int | None, ...]
@@ -127,6 +129,8 @@ def _moe(
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     name = next((name for name in names if config.get(name) is not None), names[0])
     experts, top_k = integer(config, name, experts), integer(config, "num_experts_per_tok", top_k)
+    if experts > MAX_EXPERTS:
+        raise ConfigError(f"config.json: {name} is {experts}, at most {MAX_EXPERTS} are supported")
     if top_k > experts:
         raise ConfigError(f"config.json: num_experts_per_tok is {top_k}, at most {experts} experts exist")
     spec = MoeSpec(
