@@ -28,6 +28,7 @@ from benchmarks.support.limits import copy_seconds
 from engine.kernels.experts import grouped, layer, small, vector
 from engine.kernels.experts.routing import RoutingRule, norm_and_route, route, sort_copies
 from engine.kernels.experts.weight import ExpertWeight, fp8_weight, mxfp4_weight, plain_weight
+from engine.kernels.gemm import gemv
 from engine.kernels.norm import rms_norm
 from tests.rigs.engine.experts import ExpertCase
 from tests.rigs.engine.paged import error
@@ -88,6 +89,21 @@ def graph_seconds(runs: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times[2:]) / len(runs)
 
 
+def measure_gemv(rate: float) -> None:
+    """Prints the time of the attention's products of one row, for some shapes of a program of `gemv`."""
+    for n, k, normed in ((5120, 2048, True), (2048, 4096, False), (5120, 2880, True), (2880, 4096, False)):
+        weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(8)]
+        x, out = (torch.randn(1, size, device=DEVICE, dtype=torch.bfloat16) for size in (k, n))
+        options: dict[str, Any] = {"norm": x[0]} if normed else {"residual": out}
+        for shape in ((2, 8), (2, 4), (4, 4), (4, 8), (8, 8), (2, 2), (1, 4)):
+            runs = [lambda w=w, shape=shape: gemv(x, w, out=out, shape=shape, **options) for w in weights]  # noqa: B023
+            seconds = graph_seconds(runs)
+            print(
+                f"gemv {n}x{k} {seconds * 1e6:6.2f} us {2 * n * k / seconds / rate:6.1%} rows, warps {shape}",
+                flush=True,
+            )
+
+
 def touched_bytes(layers: Sequence[layer.ExpertLayer], normed: Sequence[Tensor]) -> float:
     """Returns the mean bytes of the experts that a layer reads."""
     total = 0.0
@@ -99,25 +115,29 @@ def touched_bytes(layers: Sequence[layer.ExpertLayer], normed: Sequence[Tensor])
 
 def few_candidates(kind: str) -> Iterator[tuple[Any, Any]]:
     """Yields tiles of `few_rows`."""
-    down = [(16, 256, 6, 4), (16, 128, 8, 4), (32, 256, 4, 4), (16, 256, 6, 2)]
-    up = [(16, 256, 4, 4), (32, 256, 3, 4), (32, 128, 6, 4), (64, 128, 4, 4), (16, 256, 4, 2)]
-    if kind == "fp8":
-        down = [(16, 256, 6, 4), (16, 512, 4, 4), (32, 256, 6, 4)]
-        up = [(16, 256, 6, 4), (16, 512, 4, 4), (32, 256, 5, 4), (64, 128, 5, 4)]
-    elif kind == "mxfp4":
-        down = [(32, 128, 4, 4), (16, 256, 4, 4)]
-        up = [(32, 128, 4, 4), (16, 256, 4, 4), (64, 128, 4, 4)]
+    stages = 5 if kind == "fp8" else 4
+    up = [
+        (64, 128, stages, 4),
+        (32, 128, 6, 2),
+        (64, 128, stages, 8),
+        (64, 256, 3, 4),
+        (64, 64, 8, 4),
+        (128, 128, 3, 8),
+    ]
+    down = [(16, 256, 6, 2), (16, 256, 6, 1), (16, 256, 8, 2), (16, 512, 4, 2), (8, 256, 8, 1), (8, 512, 4, 1)]
     yield from ((one, down[0]) for one in up)
     yield from ((up[0], one) for one in down[1:])
 
 
 VECTOR_CANDIDATES = [
     ((8, 1024, 4), (8, 1024, 4)),
-    ((4, 1024, 4), (4, 1024, 4)),
-    ((4, 1024, 2), (4, 1024, 2)),
-    ((16, 1024, 8), (16, 1024, 8)),
-    ((8, 512, 4), (8, 512, 4)),
-    ((2, 1024, 2), (4, 1024, 4)),
+    ((16, 1024, 4), (8, 1024, 4)),
+    ((32, 1024, 8), (8, 1024, 4)),
+    ((8, 1024, 2), (8, 1024, 4)),
+    ((8, 1024, 4), (16, 1024, 4)),
+    ((8, 1024, 4), (8, 1024, 2)),
+    ((8, 1024, 4), (4, 1024, 4)),
+    ((8, 1024, 4), (4, 1024, 2)),
 ]
 
 
@@ -126,7 +146,7 @@ def grouped_candidates(kind: str, block: int) -> Iterator[tuple[grouped.Tile, gr
         warps = 4 if block <= 32 else 8
         tiles = [(block, 64, 128, 4, warps), (block, 128, 128, 4, 8), (block, 128, 128, 3, 4), (block, 64, 128, 2, 4)]
     elif block <= 32:
-        tiles = [(block, 64, 128, 4, 4), (block, 32, 128, 4, 4)]
+        tiles = [(block, 64, 128, 4, 4)]
     else:
         tiles = [(block, 128, 64, 3, 8), (block, 64, 64, 4, 4)]
     yield from ((tile, tile) for tile in tiles)
@@ -172,6 +192,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["plain", "fp8", "mxfp4"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 64, 256, 2048])
     parser.add_argument("--seconds", type=float, default=200.0, help="candidates begin only within this time")
+    parser.add_argument("--gemv", action="store_true", help="measure products of one row, too")
     parser.add_argument("--check", action="store_true", help="print errors first")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -181,6 +202,8 @@ def main() -> None:
         print(f"checked after {time.perf_counter() - began:.0f} s", flush=True)
     rate = 2 * (2 << 30) / copy_seconds(2 << 30, DEVICE)
     print(f"copy {rate / 1e9:.0f} GB/s", flush=True)
+    if args.gemv:
+        measure_gemv(rate)
     for shape, kind in itertools.product(args.shape, args.kinds):
         if (kind == "mxfp4") != (shape == "gpt-oss"):
             continue
@@ -222,13 +245,16 @@ def measure_rows(
     show("route", lambda x, one: route(logits[id(one)], one.rule))
     few: list[tuple[str, Any, Any]] = []
     if rows * top_k <= 32:
-        show(
-            "norm and route",
-            lambda x, one: norm_and_route(x, norm, 1e-6, one.router, one.rule, bias=one.router_bias),
-        )
+        for shape_of_program in ((2, 4), (2, 8), (1, 4), (4, 8)):
+            show(
+                f"norm and route {shape_of_program}",
+                lambda x, one, s=shape_of_program: norm_and_route(
+                    x, norm, 1e-6, one.router, one.rule, bias=one.router_bias, shape=s
+                ),
+            )
         few = [("few", small.few_rows, tiles) for tiles in few_candidates(kind)]
         if kind == "mxfp4":
-            few += [("vector", vector.vector_rows, tiles) for tiles in VECTOR_CANDIDATES]
+            few = [("vector", vector.vector_rows, tiles) for tiles in VECTOR_CANDIDATES]
     for name, compute, tiles in few:
         show(
             f"{name} {tiles}",
@@ -237,7 +263,7 @@ def measure_rows(
                 residual=x, tiles=tiles, **shared,
             ),
         )  # fmt: skip
-    mean = grouped.block_rows(rows * top_k, len(layers[0].router))
+    mean = grouped.block_rows(rows * top_k, len(layers[0].router), layers[0].gate_up.kind)
     for block in sorted({mean, 16} if rows <= 64 else {mean, max(mean // 2, 16)}):
         copies = {key: sort_copies(chosen[1], len(layers[0].router), block) for key, chosen in routed.items()}
         for pair in grouped_candidates(kind, block):

@@ -141,7 +141,9 @@ def experts(native: bool) -> None:
         for rows in (16, 128, 1024):
             x = half(rows, hidden)
             weights, chosen = experts_routing.route(torch.zeros(rows, count), rule)
-            copies = experts_routing.sort_copies(chosen, 2, experts_grouped.block_rows(rows * top_k, count))
+            copies = experts_routing.sort_copies(
+                chosen, 2, experts_grouped.block_rows(rows * top_k, count, gate_up.kind)
+            )
             experts_grouped.many_rows(x, weights, chosen, copies, gate_up, down, residual=x, **options)
     rule = experts_routing.RoutingRule(8, sigmoid=True, groups=8, top_groups=4)
     experts_routing.route(torch.zeros(2, 256), rule, torch.zeros(256))

@@ -195,9 +195,11 @@ def _sum_kernel(
 Tile = tuple[int, int, int, int, int]
 
 
-def block_rows(copies: int, experts: int) -> int:
+def block_rows(copies: int, experts: int, kind: int) -> int:
     """Returns BM: about the mean number of copies of an expert, as far as tiles allow."""
     mean = copies / experts
+    if kind == MXFP4.value:
+        return 16 if mean <= 16 else 32 if mean <= 48 else 64
     return 16 if mean <= 16 else 32 if mean <= 32 else 64 if mean <= 96 else 128
 
 
@@ -206,12 +208,12 @@ def _tile(kind: int, block_m: int, first: bool, itemsize: int) -> Tile:
     if itemsize == 4:
         return block_m, 32, 128 if kind == MXFP4.value else 32, 2, 4
     if kind == MXFP4.value:
-        return (block_m, 64, 128, 3, 4) if block_m <= 64 else (block_m, 64, 128, 3, 8)
+        return block_m, 64, 128, 3, 4
     if block_m <= 32:
-        return block_m, 64 if first else 128, 128, 4, 4
+        return block_m, 64, 128, 4, 4
     if block_m == 64:
         return block_m, 64 if first else 128, 64, 4, 4
-    return block_m, 128 if first else 256, 64, 3, 8
+    return block_m, 128, 64, 3, 8
 
 
 def many_rows(
@@ -256,6 +258,7 @@ def many_rows(
         chosen = None if tiles is None else tiles[0 if is_first else 1]
         bm, bn, bk, stages, warps = chosen or _tile(weight.kind, copies.block_m, is_first, itemsize)
         assert bm == copies.block_m
+        bk = weight.largest_step(bk)
         size = target.shape[1]
         numbers, scales = weight.numbers, weight.scale_tensor(weights)
         _grouped_kernel[(triton.cdiv(size, bn), copies.max_blocks)](

@@ -24,7 +24,7 @@ from engine.kernels.experts.weight import MXFP4, ExpertWeight
 from engine.kernels.gemm import MAX_SKINNY_ROWS, skinny_gemm
 from engine.kernels.norm import rms_norm
 
-MAX_FEW = 32  # Largest number of copies that `few_rows` computes faster.
+MAX_FEW, MAX_FEW_MXFP4 = 32, 16  # Largest number of copies that `few_rows` and `vector_rows` compute faster.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def mixture(
     *,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    max_few: int = MAX_FEW,
+    max_few: int | None = None,
 ) -> Tensor:
     """Returns residual + experts(norm(x)), [T, hidden]; without a residual, the second addend.
 
@@ -82,7 +82,7 @@ def mixture(
         norm: [hidden], weight of the RMSNorm before the experts.
         residual: [T, hidden]; may be x.
         out: result; may be x or the residual. None allocates it.
-        max_few: largest number of copies (tokens x top_k) that `few_rows` computes.
+        max_few: largest number of copies (tokens x top_k) that are not sorted. None: the fastest choice.
     """
     rule, native, tokens = layer.rule, converts_e4m3(x.device), len(x)
     shared: dict[str, Any] = {
@@ -92,6 +92,8 @@ def mixture(
     }
     shared |= {"residual": residual, "out": out, "native": native}
     local = layer.gate_up.shape[0]
+    if max_few is None:
+        max_few = MAX_FEW_MXFP4 if layer.gate_up.kind == MXFP4.value else MAX_FEW
     if tokens * rule.top_k <= max_few and rule.top_k <= MAX_SLOTS and local <= MAX_EXPERTS:
         bias, correction = layer.router_bias, layer.correction
         routed = norm_and_route(x, norm, eps, layer.router, rule, bias=bias, correction=correction)
@@ -99,5 +101,7 @@ def mixture(
         return compute(*routed, layer.gate_up, layer.down, first=rule.first, **shared)
     normed = rms_norm(x, norm, eps)
     weights, experts = route(router_logits(normed, layer.router, layer.router_bias), rule, layer.correction)
-    copies = sort_copies(experts, local, block_rows(tokens * rule.top_k, len(layer.router)), rule.first)
+    copies = sort_copies(
+        experts, local, block_rows(tokens * rule.top_k, len(layer.router), layer.gate_up.kind), rule.first
+    )
     return many_rows(normed, weights, experts, copies, layer.gate_up, layer.down, first=rule.first, **shared)

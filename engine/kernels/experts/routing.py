@@ -202,6 +202,7 @@ def norm_and_route(
     *,
     bias: Tensor | None = None,
     correction: Tensor | None = None,
+    shape: tuple[int, int] = (ROUTER_ROWS, 4),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the RMSNorm of x [T, hidden], and weights and experts as `route`, in one launch.
 
@@ -209,6 +210,7 @@ def norm_and_route(
         x: up to MAX_ROUTED rows.
         norm: [hidden], weight of the norm.
         router: [E, hidden]; bias: [E].
+        shape: logits and warps of a program.
     """
     (tokens, hidden), experts, device = x.shape, len(router), x.device
     assert tokens <= MAX_ROUTED
@@ -218,11 +220,12 @@ def norm_and_route(
     normed = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
     weights = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=device)
     chosen = torch.empty(tokens, rule.top_k, dtype=torch.int32, device=device)
-    _router_kernel[(triton.cdiv(experts, ROUTER_ROWS), tokens)](
+    rows, warps = shape
+    _router_kernel[(triton.cdiv(experts, rows), tokens)](
         x, norm, router, router if bias is None else bias, logits if correction is None else correction,
         logits, normed, weights, chosen, _arrived(device), x.stride(0), eps,
-        H=hidden, BH=int(triton.next_power_of_2(hidden)), ROWS=ROUTER_ROWS, BIAS=bias is not None,
-        **rule.constants(experts, correction is not None), **pdl_args(device), num_warps=4,
+        H=hidden, BH=int(triton.next_power_of_2(hidden)), ROWS=rows, BIAS=bias is not None,
+        **rule.constants(experts, correction is not None), **pdl_args(device), num_warps=warps,
     )  # fmt: skip
     return normed, weights, chosen
 
@@ -327,6 +330,6 @@ def sort_copies(chosen: Tensor, local: int, block_m: int, first: int = 0) -> Sor
         _count_kernel[(chunks,)](chosen, counts, copies, first, CHUNK=CHUNK, EP=ep, num_warps=4, **pdl_args(device))
     _sort_kernel[(chunks,)](
         chosen, counts, order, blocks, copies, first, local, most,
-        CHUNK=CHUNK, EP=ep, BM=block_m, COUNTED=counted, num_warps=4, **pdl_args(device),
+        CHUNK=CHUNK, EP=ep, BM=block_m, COUNTED=counted, num_warps=8, **pdl_args(device),
     )  # fmt: skip
     return SortedCopies(order, blocks, most, block_m)

@@ -51,6 +51,11 @@ class ExpertWeight:
         """Bytes of numbers and scales."""
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
+    def largest_step(self, inputs: int) -> int:
+        """Returns how many inputs, at most `inputs`, a step of a product may have: one scale covers them."""
+        in_blocks = self.kind == FP8.value and self.scales is not None and self.scales.shape[2] > 1
+        return min(inputs, FP8_BLOCK) if in_blocks else inputs
+
     def scale_tensor(self, placeholder: Tensor) -> Tensor:
         """Returns the scales as a kernel's argument: those of mxfp4 four at a time, as int32."""
         if self.scales is None:
