@@ -3,8 +3,9 @@
     python benchmarks/engine.py --out benchmarks/results/engine-h100.json
 
 All requests go through the code that a pod runs: EngineLoop on its thread, scheduler and sampler. The model has the
-shape of Llama-3.1-8B with random bf16 weights. An engine with a pod's default settings serves the decode and TTFT
-metrics, an engine with the settings of `LLM` the offline metric. `--shape tiny` checks on a CPU that the script works.
+shape of Llama-3.1-8B (--shape) with random bf16 weights. An engine with a pod's default settings serves the decode
+and TTFT metrics, an engine with the settings of `LLM` the offline metric. `--shape tiny` checks on a CPU that the
+script works.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class EngineBench:
             if greedy.replay_s is not None:
                 waits.append((statistics.median(greedy.around) - greedy.replay_s) * 1e3)
                 more["host_wait_ms"] = waits[-1]
-            limit = cost.decode_s(rows * context, self.ceiling) * 1e3
+            limit = cost.decode_s(rows * context, self.ceiling, rows) * 1e3
             self.table.add(f"decode_ms_{rows}x{context}", median_s * 1e3, limit=limit, **more)
         self.table.add("sampling_ratio", max(ratios))
         if waits:

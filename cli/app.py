@@ -15,6 +15,7 @@ from cli.commands.chat import chat
 from cli.commands.checks import doctor, probe
 from cli.commands.keys import keys
 from cli.commands.loadtest import loadtest
+from cli.commands.models import models
 from cli.commands.plan import plan
 from cli.commands.pull import pull
 from cli.commands.services import gateway, serve, up, worker
@@ -58,7 +59,11 @@ def baton(
     """
 
 
-for command in (up, chat, bench, pull, serve, worker, gateway, certs, batch, doctor, probe, plan, loadtest, version):
+COMMANDS = (
+    *(up, chat, bench, pull, models, serve, worker, gateway),
+    *(certs, batch, doctor, probe, plan, loadtest, version),
+)
+for command in COMMANDS:
     app.command(cls=SectionedCommand)(command)
 app.add_typer(keys, name="keys")
 

@@ -70,7 +70,6 @@ OTHER_FLAGS: dict[str, OtherFlag] = {
     "--kv-transfer-config": _refused("prefill and decode exchange KV by themselves; `baton up` needs no connector"),
     "--pipeline-parallel-size": _refused(_NO_PARALLEL),
     "--data-parallel-size": _refused(_NO_PARALLEL),
-    "--enable-expert-parallel": _refused(_NO_PARALLEL, takes_value=False),
     "--quantization": _refused(
         "a quantised checkpoint is recognised by its config; --weights fp8 and --weights int8 quantise another one "
         "while it loads; --kv-dtype fp8_e4m3 halves KV"

@@ -14,6 +14,8 @@ import torch
 from benchmarks.support.report import timed
 from benchmarks.support.shapes import BenchmarkShape
 
+MXFP4_BYTES = 17 / 32  # Bytes of a weight: 4 bits, and a byte for 32 of them.
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -96,20 +98,48 @@ class StepCost:
         return heads * int(config.get("head_dim", config["hidden_size"] // heads))
 
     @property
-    def _layer_weights(self) -> int:
+    def _attention_weights(self) -> int:
+        """Weights of all layers without MLP and experts."""
         config, query = self.config, self._query_size
         kv = query * config["num_key_value_heads"] // config["num_attention_heads"]
-        attention = config["hidden_size"] * 2 * (query + kv)
-        mlp = 3 * config["hidden_size"] * config["intermediate_size"]
-        return int(config["num_hidden_layers"] * (attention + mlp))
+        return int(config["num_hidden_layers"] * config["hidden_size"] * 2 * (query + kv))
+
+    @property
+    def _experts(self) -> tuple[int, int]:
+        """Experts of a layer, and of a token. A model without experts has one, which is its MLP."""
+        config = self.config
+        return config.get("num_experts") or config.get("num_local_experts") or 1, config.get("num_experts_per_tok") or 1
+
+    @property
+    def _expert_weights(self) -> int:
+        """Weights of one expert of every layer."""
+        config = self.config
+        size = config.get("moe_intermediate_size") or config["intermediate_size"]
+        return int(3 * config["num_hidden_layers"] * config["hidden_size"] * size)
+
+    @property
+    def _layer_weights(self) -> int:
+        """Weights of all layers that a token is multiplied with."""
+        return self._attention_weights + self._experts[1] * self._expert_weights
 
     @property
     def _head_weights(self) -> int:
         return int(self.config["vocab_size"] * self.config["hidden_size"])
 
-    def decode_s(self, tokens_in_cache: float, ceiling: Ceilings) -> float:
-        """Returns the least time of a decode step with tokens_in_cache cached tokens in total."""
-        weights = (self._layer_weights + self._head_weights) * self.itemsize
+    def decode_s(self, tokens_in_cache: float, ceiling: Ceilings, rows: int = 1) -> float:
+        """Returns the least time of a decode step of `rows` rows with tokens_in_cache cached tokens in total.
+
+        The rows read the experts that independent uniform choices touch. Half of the layers of a model with
+        alternating windows read the window only.
+        """
+        experts, top_k = self._experts
+        touched = experts * (1 - (1 - top_k / experts) ** rows)
+        expert_itemsize = MXFP4_BYTES if self.config.get("quantization_config") else self.itemsize
+        weights = (self._attention_weights + self._head_weights) * self.itemsize
+        weights += touched * self._expert_weights * expert_itemsize
+        if "sliding_attention" in self.config.get("layer_types", ()):
+            seen = min(tokens_in_cache, rows * self.config["sliding_window"])
+            tokens_in_cache = (tokens_in_cache + seen) / 2
         return (weights + tokens_in_cache * self.kv_bytes_per_token) / (ceiling.copy_gb_s * 1e9)
 
     def prefill_s(self, length: int, ceiling: Ceilings) -> float:
@@ -120,5 +150,5 @@ class StepCost:
 
     def offline_s(self, count: int, prompt: int, output: int, ceiling: Ceilings) -> float:
         """Returns the least time of `count` equal requests: all prompts, then decode steps with all rows."""
-        decode = sum(self.decode_s(count * (prompt + i), ceiling) for i in range(1, output))
+        decode = sum(self.decode_s(count * (prompt + i), ceiling, count) for i in range(1, output))
         return count * self.prefill_s(prompt, ceiling) + decode

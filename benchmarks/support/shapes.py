@@ -65,6 +65,38 @@ LLAMA_8B = llama(128256, 4096, 14336, layers=32, heads=32, kv_heads=8, context=1
     "rope_scaling": ROPE | {"original_max_position_embeddings": 8192},
     "torch_dtype": "bfloat16",
 }
+QWEN3_30B_A3B: dict[str, Any] = llama(
+    151936, 2048, 6144, layers=48, heads=32, kv_heads=4, context=40960, head_dim=128
+) | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "torch_dtype": "bfloat16",
+}
+GPT_OSS_20B: dict[str, Any] = llama(
+    201088, 2880, 2880, layers=24, heads=64, kv_heads=8, context=131072, head_dim=64
+) | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_theta": 150000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    | {"original_max_position_embeddings": 4096},
+    "swiglu_limit": 7.0,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "torch_dtype": "bfloat16",
+}
 LLAMA_70B = LLAMA_8B | llama(128256, 8192, 28672, layers=80, heads=64, kv_heads=8, context=131072, head_dim=128)
 #: quantization_config of formats that need no `--weights`; with load_format "dummy" the random weights are quantised.
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -83,6 +115,30 @@ SHAPES = {
         block_size=16,
         steps=64,
         repeats=7,
+        copy_bytes=4 << 30,
+    ),
+    "qwen3-30b-a3b": BenchmarkShape(
+        config=QWEN3_30B_A3B,
+        decode=((1, 128), (64, 1024)),
+        ttft=(1024, 8192),
+        handed=(2048,),
+        offline=(256, 1024, 256),
+        chunk_tokens=2048,
+        block_size=16,
+        steps=64,
+        repeats=5,
+        copy_bytes=4 << 30,
+    ),
+    "gpt-oss-20b": BenchmarkShape(
+        config=GPT_OSS_20B,
+        decode=((1, 128), (64, 1024)),
+        ttft=(1000, 8192),
+        handed=(2048,),
+        offline=(640, 1000, 1000),
+        chunk_tokens=2048,
+        block_size=16,
+        steps=64,
+        repeats=5,
         copy_bytes=4 << 30,
     ),
     "llama-3.1-70b": BenchmarkShape(

@@ -143,6 +143,12 @@ class EngineSettings(Settings, section="Engine"):
     tensor_parallel_size: int = setting(
         kinds.RANK_COUNT, 1, "Ranks of a pod: GPUs, or processes on a CPU, that compute the model together"
     )
+    expert_parallel: bool = setting(
+        kinds.BOOL,
+        False,
+        "Give each rank whole experts of a mixture of experts; default: a part of each expert, if their size allows it",
+        also=("enable_expert_parallel",),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

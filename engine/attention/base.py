@@ -80,7 +80,15 @@ class AttentionBackend(Protocol[M]):
     def write(self, kv: Tensor, cache: LayerKV, metadata: M) -> None:
         """Writes new keys and values without attending. `metadata` may be of another backend over the same blocks."""
 
-    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: M, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        cache: LayerKV,
+        metadata: M,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Writes new keys and values, then attends. Returns [T, heads, head_dim].
 
         Args:
@@ -88,4 +96,5 @@ class AttentionBackend(Protocol[M]):
             kv: [T, 2, kv_heads, head_dim] with rotated keys; may be a strided view.
             cache: one layer of the pool.
             window: number of tokens that a query sees, itself included. None: all.
+            sinks: [heads], a logit of each head that takes part in the softmax, without a value. None: there is none.
         """

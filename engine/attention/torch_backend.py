@@ -116,21 +116,31 @@ class TorchAttention:
             cache.kv[metadata.block, :, :, metadata.offset], scales = quantize_e4m3(kv)
             cache.scales[metadata.block, :, metadata.offset] = scales.transpose(1, 2)
 
-    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TorchMetadata, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        cache: LayerKV,
+        metadata: TorchMetadata,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         self.write(kv, cache, metadata)
         if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
-            return self._attend_group(query, cache, metadata.groups[0], window)
+            return self._attend_group(query, cache, metadata.groups[0], window, sinks)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in metadata.groups:
             assert group.tokens is not None
-            result = self._attend_group(query[group.tokens], cache, group, window)
+            result = self._attend_group(query[group.tokens], cache, group, window, sinks)
             if group.valid is None:
                 out.index_copy_(0, group.tokens, result)
             else:
                 out.index_copy_(0, group.tokens[group.valid], result[group.valid])
         return out
 
-    def _attend_group(self, query: Tensor, cache: LayerKV, group: RowGroup, window: int | None) -> Tensor:
+    def _attend_group(
+        self, query: Tensor, cache: LayerKV, group: RowGroup, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """Attends with query [rows * width, heads, head_dim]. Returns the same shape."""
         rows, width, fold, dim = group.rows, group.width, self._heads_per_kv, self._head_dim
         keys, values = self._gather(cache, group, query.dtype)
@@ -138,11 +148,18 @@ class TorchAttention:
             query = query.reshape(rows, width, self._kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
         folded = query.reshape(rows, self._kv_heads, fold * width, dim)
         mask = group.masks[window].to(query.dtype)
-        if self._softcap is None:
+        if self._softcap is None and sinks is None:
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self._scale)
         else:
-            scores = torch.tanh(folded @ keys.transpose(2, 3) * (self._scale / self._softcap)) * self._softcap
-            out = (scores.float() + mask).softmax(-1).to(values.dtype) @ values
+            scores = folded @ keys.transpose(2, 3) * self._scale
+            if self._softcap is not None:
+                scores = torch.tanh(scores / self._softcap) * self._softcap
+            scores = scores.float() + mask
+            if sinks is not None:
+                of_rows = sinks.float().view(self._kv_heads, fold, 1, 1).expand(rows, -1, -1, width, -1)
+                scores = torch.cat((scores, of_rows.reshape(rows, self._kv_heads, fold * width, 1)), dim=-1)
+            weights = scores.softmax(-1)[..., : keys.shape[2]]
+            out = weights.to(values.dtype) @ values
         if width > 1:
             out = out.reshape(rows, self._kv_heads, fold, width, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * width, self._kv_heads * fold, dim)

@@ -3,7 +3,8 @@
     up to 8 new tokens                 `paged_decode` (split KV), one launch for the first span of these rows
     new tokens x keys >= 2**20         `cudnn_prefill` for the first n // 1024 * 1024 tokens, if the prefix is a
                                        multiple of 1024 too; `dense_prefill` over gathered keys for the other tokens
-    other rows, windows, head dims     `paged_prefill`
+    other rows, windows, head dims,    `paged_prefill`
+    attention sinks
 
 cuDNN builds a plan for every new shape. It gets only multiples of 1024, which are few shapes, so plans are reused.
 `prepare` computes everything that does not depend on the layer, once per step. The kernels are imported with the first
@@ -230,47 +231,73 @@ class TritonAttention:
     def write(self, kv: Tensor, cache: LayerKV, metadata: TritonMetadata) -> None:
         self._kv_write.kv_write(kv, cache, metadata.slot_mapping)
 
-    def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        cache: LayerKV,
+        metadata: TritonMetadata,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         self.write(kv, cache, metadata)
-        return self.attend_written(query, kv, cache, metadata, window)
+        return self.attend_written(query, kv, cache, metadata, window, sinks)
 
     def attend_written(
-        self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None
+        self,
+        query: Tensor,
+        kv: Tensor,
+        cache: LayerKV,
+        metadata: TritonMetadata,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attends. `write` or `rope_kv_write` has already written the new keys and values to the cache."""
         if metadata.decode is None and not metadata.paged and len(metadata.dense_rows) == 1:
-            return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window)
+            return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window, sinks)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if (span := metadata.decode) is not None:
             rows = span.tables, span.cu_q, span.seq_lens, metadata.plans[window], self._workspace(span.max_new)
             query_part, out_part = query[span.tokens], out[span.tokens]
-            self._decode.paged_decode(
-                query_part, cache, *rows, max_query=span.max_new, first=self._first, out=out_part, **self._score
-            )
+            options = {"max_query": span.max_new, "first": self._first, "sinks": sinks, **self._score}
+            self._decode.paged_decode(query_part, cache, *rows, out=out_part, **options)
         for span in metadata.paged:
-            self._attend_paged(query[span.tokens], cache, span, window, out[span.tokens])
+            self._attend_paged(query[span.tokens], cache, span, window, sinks, out[span.tokens])
         for row in metadata.dense_rows:
-            self._attend_dense(query[row.tokens], kv[row.tokens], cache, row, window, out[row.tokens])
+            self._attend_dense(query[row.tokens], kv[row.tokens], cache, row, window, sinks, out[row.tokens])
         return out
 
     def _attend_paged(
-        self, query: Tensor, cache: LayerKV, span: RowSpan, window: int | None, out: Tensor | None
+        self,
+        query: Tensor,
+        cache: LayerKV,
+        span: RowSpan,
+        window: int | None,
+        sinks: Tensor | None,
+        out: Tensor | None,
     ) -> Tensor:
         rows = span.tables, span.cu_q, span.seq_lens
+        options: dict[str, Any] = {"window": window or 0, "sinks": sinks, **self._score}
         if span.tiles is not None:
             assert out is not None
-            options = {"max_tokens": span.num_tokens, "window": window or 0, **self._score}
-            return self._prefill.listed_prefill(query, cache, *rows, span.tiles, out=out, **options)
-        return self._prefill.paged_prefill(
-            query, cache, *rows, max_query=span.max_new, window=window or 0, out=out, **self._score
-        )
+            return self._prefill.listed_prefill(
+                query, cache, *rows, span.tiles, max_tokens=span.num_tokens, out=out, **options
+            )
+        return self._prefill.paged_prefill(query, cache, *rows, max_query=span.max_new, out=out, **options)
 
     def _attend_dense(
-        self, query: Tensor, kv: Tensor, cache: LayerKV, row: RowSpan, window: int | None, out: Tensor | None = None
+        self,
+        query: Tensor,
+        kv: Tensor,
+        cache: LayerKV,
+        row: RowSpan,
+        window: int | None,
+        sinks: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         length, first = row.start + row.max_new, row.cudnn_tokens
-        if (window is not None and window < length) or query.dtype == torch.float32:
-            return self._attend_paged(query, cache, row, window, out)
+        if sinks is not None or (window is not None and window < length) or query.dtype == torch.float32:
+            return self._attend_paged(query, cache, row, window, sinks, out)
         # cuDNN computes the first tokens of the row, the Triton kernel the remaining ones.
         # cuDNN reads new keys in the projection's output. With an 8-bit cache it reads the cache, which has rounded
         # numbers.

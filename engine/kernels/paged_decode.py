@@ -93,6 +93,12 @@ def _softmax(s, best, total):
 
 
 @triton.jit
+def add_sink(total, best, sinks, head):
+    """Returns the sum of weights, relative to 2^best, with the sink of each row's head: a logit without a value."""
+    return total + tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - best)
+
+
+@triton.jit
 def _tiles(
     q_rows, rows_ok, pool, base_k, table, scale_log2, cap, begin, stop, length, position, floor,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -184,11 +190,11 @@ def _tiles_e4m3(
 
 @triton.jit(do_not_specialize=["num_seqs", "table_row"])
 def _decode_kernel(
-    q, pool, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse, q_row, q_head, table_row, out_row, out_head,
-    num_seqs, num_programs, window, first_key, scale_log2, cap,
+    q, pool, tables, cu_q, seq_lens, cum, first_seq, sinks, out, part, part_lse, q_row, q_head, table_row, out_row,
+    out_head, num_seqs, num_programs, window, first_key, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
-    PDL: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
@@ -233,7 +239,10 @@ def _decode_kernel(
                 M, D, DP, BS, BN, STAGES, CAP,
             )  # fmt: skip
 
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        divisor = tl.where(total > 0, total, 1.0)
+        if SINKS:  # parts have no sink; their merge adds it
+            divisor = tl.where(count == tiles, add_sink(divisor, best, sinks, head * GROUP + m % GROUP), divisor)
+        acc = acc / divisor[:, None]
         if count == tiles:
             o_off = (q0 + token).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
             tl.store(
@@ -250,9 +259,9 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def _merge_kernel(
-    cum, cu_q, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
+    cum, cu_q, sinks, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
-    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     head = tl.program_id(1)
@@ -285,6 +294,8 @@ def _merge_kernel(
             acc = acc * shrink[:, None] + tl.sum(rows * weight[:, :, None], 0)
             total = total * shrink + tl.sum(weight, 0)
             best = top
+        if SINKS:  # once per row, not once per part
+            total = add_sink(total, best, sinks, head * GROUP + m % GROUP)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         o_off = (q0 + m // GROUP).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
         tl.store(out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=m_ok[:, None] & (d < D)[None, :])
@@ -416,6 +427,7 @@ def paged_decode(
     scale: float,
     softcap: float = 0.0,
     first: int = 0,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Computes causal attention of the last tokens of each sequence over its paged keys and values.
@@ -430,6 +442,7 @@ def paged_decode(
         max_query: largest number of tokens of a sequence, 1..8.
         softcap: bound of the scores. 0: unbounded.
         first: position of the first key that queries see.
+        sinks: [heads], a logit of each head that takes part in the softmax, without a value.
         out: result. None allocates it.
     """
     num_heads, dim = q.shape[1], q.shape[2]
@@ -443,18 +456,21 @@ def paged_decode(
     assert workspace.part.shape[2] == dim_padded
     out = torch.empty_like(q) if out is None else out
     _decode_kernel[(rows // row_tile, programs)](
-        q, pool_args(layer, torch.int32, torch.int16), block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out,
-        workspace.part, workspace.part_lse, *q.stride()[:2], block_tables.stride(0), *out.stride()[:2],
+        q, pool_args(layer, torch.int32, torch.int16), block_tables, cu_q, seq_lens, plan.cum, plan.first_seq,
+        q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *q.stride()[:2],
+        block_tables.stride(0), *out.stride()[:2],
         num_seqs, programs, plan.window, first, *softcap_args(scale, softcap),
         HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=plan.block_n,
         STAGES=plan.stages, FP8=layer.scales is not None, CAP=softcap > 0, NATIVE=has_native_e4m3(),
+        SINKS=sinks is not None,
         num_warps=4, **pdl_args(q.device),
     )  # fmt: skip
     splits, merged, dims = _merge_shape(programs, num_seqs * num_kv_heads, group * max_query, dim_padded)
     _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged) * (dim_padded // dims))](
-        plan.cum, cu_q, out, workspace.part, workspace.part_lse, out.stride(0), out.stride(1), num_seqs, programs,
+        plan.cum, cu_q, q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *out.stride()[:2],
+        num_seqs, programs,
         HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded,
-        num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_args(q.device),
+        SINKS=sinks is not None, num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_args(q.device),
     )  # fmt: skip
     return out
 

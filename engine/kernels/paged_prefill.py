@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.paged_decode import scaled_tanh, softcap_args
+from engine.kernels.paged_decode import add_sink, scaled_tanh, softcap_args
 from engine.kernels.pool import decode, key_scale, pool_args, value_scale
 from engine.kv.kv_pool import LayerKV
 
@@ -79,9 +79,9 @@ def _tiles(
 
 @triton.jit
 def _prefill_tile(
-    b, m0, q, pool, tables, cu_q, seq_lens, out, q_row, q_head, table_row, out_row, out_head, window, scale_log2, cap,
-    GROUP: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    b, m0, q, pool, tables, cu_q, seq_lens, sinks, out, q_row, q_head, table_row, out_row, out_head, window, scale_log2,
+    cap, GROUP: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes the query rows m0 .. m0 + BM of sequence b and this program's kv head."""
     head = tl.program_id(0)
@@ -125,16 +125,19 @@ def _prefill_tile(
         acc, total, best, qs, pool, base_k, base_s, table, scale_log2, cap, full_hi, last, length, position, floor,
         True, FP8, CAP, D, DP, BS, BN, STAGES,
     )  # fmt: skip
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    total = tl.where(total > 0, total, 1.0)
+    if SINKS:
+        total = add_sink(total, best, sinks, head * GROUP + m % GROUP)
+    acc = acc / total[:, None]
     o_off = (q0 + token).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
     tl.store(out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_row"])
 def _prefill_kernel(
-    q, pool, tables, cu_q, seq_lens, out, q_row, q_head, table_row, out_row, out_head, window, scale_log2, cap,
-    GROUP: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    q, pool, tables, cu_q, seq_lens, sinks, out, q_row, q_head, table_row, out_row, out_head, window, scale_log2, cap,
+    GROUP: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(2)
     queries = tl.load(cu_q + b + 1) - tl.load(cu_q + b)
@@ -142,16 +145,16 @@ def _prefill_kernel(
     m0 = (tl.cdiv(queries * GROUP, BM) - 1 - tl.program_id(1)) * BM
     if m0 >= 0:
         _prefill_tile(
-            b, m0, q, pool, tables, cu_q, seq_lens, out, q_row, q_head, table_row, out_row, out_head, window,
-            scale_log2, cap, GROUP, FP8, CAP, BM, D, DP, BS, BN, STAGES,
+            b, m0, q, pool, tables, cu_q, seq_lens, sinks, out, q_row, q_head, table_row, out_row, out_head, window,
+            scale_log2, cap, GROUP, FP8, CAP, SINKS, BM, D, DP, BS, BN, STAGES,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_row"])
 def _listed_kernel(
-    q, pool, tables, cu_q, seq_lens, tiles, out, q_row, q_head, table_row, out_row, out_head, window, scale_log2, cap,
-    GROUP: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    q, pool, tables, cu_q, seq_lens, tiles, sinks, out, q_row, q_head, table_row, out_row, out_head, window, scale_log2,
+    cap, GROUP: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, BM: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes a list of tiles. The number of programs does not depend on the list."""
     count = tl.load(tiles)
@@ -159,8 +162,8 @@ def _listed_kernel(
         b = tl.load(tiles + 1 + 2 * i)
         m0 = tl.load(tiles + 2 + 2 * i)
         _prefill_tile(
-            b, m0, q, pool, tables, cu_q, seq_lens, out, q_row, q_head, table_row, out_row, out_head, window,
-            scale_log2, cap, GROUP, FP8, CAP, BM, D, DP, BS, BN, STAGES,
+            b, m0, q, pool, tables, cu_q, seq_lens, sinks, out, q_row, q_head, table_row, out_row, out_head, window,
+            scale_log2, cap, GROUP, FP8, CAP, SINKS, BM, D, DP, BS, BN, STAGES,
         )  # fmt: skip
 
 
@@ -193,6 +196,7 @@ def paged_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     block_m: int | None = None,
 ) -> Tensor:
@@ -215,10 +219,10 @@ def paged_prefill(
     block_m, block_n, warps = _tile_shape(rows, num_kv_heads * num_seqs, padded * q.element_size(), block_m)
     out = torch.empty_like(q) if out is None else out
     _prefill_kernel[(num_kv_heads, triton.cdiv(rows, block_m), num_seqs)](
-        q, pool_args(layer, torch.int32), block_tables, cu_q, seq_lens, out, *q.stride()[:2], block_tables.stride(0),
-        *out.stride()[:2], window, *softcap_args(scale, softcap),
-        GROUP=group, FP8=layer.scales is not None, CAP=softcap > 0, BM=block_m, D=dim, DP=padded, BS=layer.block_size,
-        BN=block_n, STAGES=2, num_warps=warps,
+        q, pool_args(layer, torch.int32), block_tables, cu_q, seq_lens, q if sinks is None else sinks, out,
+        *q.stride()[:2], block_tables.stride(0), *out.stride()[:2], window, *softcap_args(scale, softcap),
+        GROUP=group, FP8=layer.scales is not None, CAP=softcap > 0, SINKS=sinks is not None, BM=block_m, D=dim,
+        DP=padded, BS=layer.block_size, BN=block_n, STAGES=2, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -269,6 +273,7 @@ def listed_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor,
 ) -> Tensor:
     """Computes the attention of `paged_prefill` for a list of tiles on the device. The list may change between replays.
@@ -289,9 +294,9 @@ def listed_prefill(
     block_n, warps = 32 if row_bytes > 512 else 64, 8 if block_m == 128 or row_bytes > 256 else 4
     programs = triton.cdiv(max_tokens * group, block_m) + EXTRA_PROGRAMS
     _listed_kernel[(num_kv_heads, programs)](
-        q, pool_args(layer, torch.int32), block_tables, cu_q, seq_lens, tiles, out, *q.stride()[:2],
-        block_tables.stride(0), *out.stride()[:2], window, *softcap_args(scale, softcap),
-        GROUP=group, FP8=layer.scales is not None, CAP=softcap > 0, BM=block_m, D=dim, DP=padded, BS=layer.block_size,
-        BN=block_n, STAGES=2, num_warps=warps,
+        q, pool_args(layer, torch.int32), block_tables, cu_q, seq_lens, tiles, q if sinks is None else sinks, out,
+        *q.stride()[:2], block_tables.stride(0), *out.stride()[:2], window, *softcap_args(scale, softcap),
+        GROUP=group, FP8=layer.scales is not None, CAP=softcap > 0, SINKS=sinks is not None, BM=block_m, D=dim,
+        DP=padded, BS=layer.block_size, BN=block_n, STAGES=2, num_warps=warps,
     )  # fmt: skip
     return out

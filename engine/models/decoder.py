@@ -1,4 +1,4 @@
-"""The decoder of the Llama family. Llama, SmolLM2, Mistral, Qwen2 and Qwen3 differ only in flags of their spec.
+"""The decoder of the Llama family, with an MLP or a mixture of experts in each layer. Models differ in their spec.
 
 The tokens of all sequences of a step form one flat dimension T. q, k and v are one GEMM; gate and up are one GEMM.
 The LM head, and the last layer after its attention, run only for the requested rows. If few rows are requested,
@@ -19,6 +19,7 @@ from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
+from engine.models.moe import Experts, MoE
 from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
 from engine.models.spec import ModelSpec
 from engine.quantization.scheme import Quantization
@@ -31,14 +32,18 @@ MIN_TOKENS_PER_ROW = 128
 
 
 class Layer(nn.Module):
-    """Decoder layer: attention and MLP, each with a norm before it and a residual add after it."""
+    """Decoder layer `index`: attention and MLP or experts, each with a norm before it and a residual add after it."""
 
-    def __init__(self, spec: ModelSpec, window: int | None) -> None:
+    def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm("input_layernorm", spec.hidden_size, spec.norm_eps)
-        self.attention = Attention(spec, window)
+        self.attention = Attention(spec, spec.windows[index])
         self.mlp_norm = RMSNorm("post_attention_layernorm", spec.hidden_size, spec.norm_eps)
-        self.mlp = MLP(spec)
+        self.mlp: MLP | MoE
+        if spec.moe is not None and spec.has_experts(index):
+            self.mlp = MoE(spec, spec.moe)
+        else:
+            self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, cache: LayerKV, ops: TorchOps, attend: AttentionFn, rows: Tensor | None) -> Tensor:
         """Returns the residual stream after this layer, of all tokens or of `rows`. Overwrites x."""
@@ -47,6 +52,8 @@ class Layer(nn.Module):
         if rows is not None:
             x, attended = x[rows], attended[rows]
         x = ops.add_linear(x, attended, self.attention.out)
+        if isinstance(self.mlp, MoE):
+            return ops.add_experts(x, self.mlp_norm, self.mlp)
         gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
         return ops.add_linear(x, gated, self.mlp.down)
 
@@ -81,14 +88,14 @@ class Decoder(nn.Module):
         self.quantized_bytes = 0  #: Bytes of the quantised weights of all layers, as they were loaded.
         with torch.device("meta"):
             self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
-            self.layers = nn.ModuleList(Layer(spec, window) for window in spec.windows)
+            self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
             self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps)
             own_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
             self.head = self.embedding if spec.tie_word_embeddings else own_head
+            self.capturable = device.type == "cuda" if fused is None else fused
             if quantization is not None:
                 self._set_schemes(quantization)
         allocate(self, device, dtype)
-        self.capturable = device.type == "cuda" if fused is None else fused
         quantized = quantization is not None
         self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce, quantized=quantized)
 
@@ -108,6 +115,16 @@ class Decoder(nn.Module):
             linear.scheme = schemes[first]
             if linear.scheme is not None and linear is not self.head:  # the head is dequantised when it is loaded
                 linear.weight = nn.Parameter(torch.empty(0))
+        for prefix, experts in self.experts():
+            schemes = {prefix + name: quantization.scheme_of(prefix + name) for name in experts.projection_names()}
+            stacked = prefix + experts.names.down
+            scheme = None if schemes else quantization.scheme_of(stacked)
+            if scheme is not None and scheme.layout != "load":
+                problem = f"weights of the format {quantization.method!r} are not supported for experts in one tensor"
+                raise ConfigError(f"{quantization.file}: {problem} ({stacked})", field="model")
+            # int8 is for products of oneDNN with one matrix, so experts keep their dtype.
+            if schemes and not all(s and s.layout == "load" and s.kind == "int8" for s in schemes.values()):
+                experts.set_scheme(schemes, keep_fp8=self.capturable)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yields the linear layers, each with the prefix of its names in the checkpoint."""
@@ -117,6 +134,12 @@ class Decoder(nn.Module):
                     yield f"model.layers.{index}.", module
         if isinstance(self.head, Linear):
             yield "", self.head
+
+    def experts(self) -> Iterator[tuple[str, Experts]]:
+        """Yields the experts of the layers, each with the prefix of its names in the checkpoint."""
+        for index, layer in enumerate(self.layer_list):
+            if isinstance(layer.mlp, MoE):
+                yield f"model.layers.{index}.", layer.mlp.experts
 
     def place(self, linear: Linear, weight: QuantizedWeight) -> None:
         """Gives a layer with a scheme its weight."""
@@ -154,6 +177,8 @@ class Decoder(nn.Module):
     def _run_body(self, tokens: Tensor, context: ForwardContext, attend: AttentionFn) -> Tensor:
         """Returns the residual stream [T, hidden] before the last layer."""
         x = F.embedding(tokens, self.embedding.weight)
+        if self.spec.embedding_multiplier != 1.0:
+            x.mul_(self.spec.embedding_multiplier)
         for index, layer in enumerate(self.layer_list):
             if context.layer_hook is not None:
                 context.layer_hook(index, x)
@@ -165,7 +190,14 @@ class Decoder(nn.Module):
         return rms_norm_torch(hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._ops.logits(hidden, self.norm, self.head)
+        logits = self._ops.logits(hidden, self.norm, self.head)
+        return logits if self.spec.logits_divisor == 1.0 else logits.div_(self.spec.logits_divisor)
+
+    def prepare(self) -> None:
+        """Brings loaded weights into the form of the device's kernels, if that is another."""
+        for layer in self.layer_list:
+            if isinstance(layer.mlp, MoE):
+                self._ops.prepare_experts(layer.mlp)
 
     def pack(self, *, keep_head: bool) -> None:
         """Packs the loaded weights if the device is a CPU that can use them, see `cpu_weights.pack`."""

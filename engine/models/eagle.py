@@ -100,6 +100,8 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
         raise draft_error(f"EAGLE head: {error.message}") from error
     if layer.num_layers != 1:
         raise draft_error(f"EAGLE head: {layer.num_layers} layers are not supported, one is needed")
+    if layer.moe is not None:
+        raise draft_error("EAGLE head: a layer with experts is not supported")
     if layer.qk_norm:
         raise draft_error("EAGLE head: a norm of queries and keys is not supported")
     bias = config.get("eagle_fc_bias", config.get("bias"))
@@ -242,7 +244,7 @@ def load_eagle_head(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: 
             raise draft_error("d2t maps to tokens outside the model's vocabulary")
     elif spec.draft_vocab:
         raise draft_error("the head has its own vocabulary, but the checkpoint has no d2t")
-    targets = {name: part.tensor for name, part in weights.checkpoint_targets(head).items()}
+    targets = {name: part.tensor for name, part in weights.checkpoint_targets(head).items() if part.tensor is not None}
     for name, tensor in tensors.items():
         if name not in targets:
             raise draft_error(f"the checkpoint has a tensor {name} that an EAGLE head does not use")

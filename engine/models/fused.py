@@ -20,12 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
+from engine.kernels.experts.layer import ExpertLayer, mixture
+from engine.kernels.experts.routing import RoutingRule
+from engine.kernels.experts.weight import ExpertWeight, fp8_weight, mxfp4_weight, plain_weight
 from engine.kernels.gemm import MAX_SKINNY_ROWS, MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm, supports_gemm_swiglu
 from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
+from engine.models.moe import MoE
 from engine.models.ops import AttentionFn, TorchOps, WriteKVFn, float32_product
 
 
@@ -40,7 +44,7 @@ class FusedOps(TorchOps):
             self._rotate_and_write(qkv, attention, heads, cache, positions, metadata)
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             kv = split[:, heads:].view(-1, 2, kv_heads, dim)
-            attended = backend.attend_written(split[:, :heads], kv, cache, metadata, attention.window)
+            attended = backend.attend_written(split[:, :heads], kv, cache, metadata, attention.window, attention.sinks)
             return attended.view(-1, heads * dim)
 
         return attend
@@ -57,10 +61,25 @@ class FusedOps(TorchOps):
         """Rotates qkv, which has `heads` query heads, in place and writes its keys and values to the pool."""
         q_norm, k_norm = attention.q_norm, attention.k_norm
         norms: dict[str, Any] = {"eps": 0.0}
-        if q_norm is not None and k_norm is not None:
+        if attention.joint_norm:
+            self._norm_jointly(qkv, attention, heads)
+        elif q_norm is not None and k_norm is not None:
             norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.eps}
         tables = self._cos, self._sin
         rope_kv_write(qkv, cache, positions, metadata.slot_mapping, *tables, num_heads=heads, **norms)
+
+    def _norm_jointly(self, qkv: Tensor, attention: Attention, heads: int) -> None:
+        """Normalises the queries and the keys of qkv in place, each over all heads together."""
+        dim, kv_heads = attention.head_dim, attention.kv_heads
+        for first, count, norm in ((0, heads, attention.q_norm), (heads, kv_heads, attention.k_norm)):
+            part = qkv[:, first * dim : (first + count) * dim]
+            if not count or norm is None:
+                continue
+            if self._all_reduce is None:
+                rms_norm(part, norm.weight, norm.eps, out=part)
+            else:
+                split = part.view(-1, count, dim)
+                split.copy_(self._joint_norm(split, norm))
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         if len(x) == 1:
@@ -84,12 +103,62 @@ class FusedOps(TorchOps):
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         if self._all_reduce is not None:
             return super().add_linear(x, y, linear)
+        if linear.multiplier != 1.0:
+            return x.add_(F.linear(y, linear.weight, linear.bias), alpha=linear.multiplier)
         if len(x) == 1:
             return gemv(y, linear.weight, bias=linear.bias, residual=x, out=x)
         if len(x) <= MAX_SKINNY_ROWS:
             return skinny_gemm(y, linear.weight, bias=linear.bias, residual=x, out=x)
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
+
+    def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
+        layer = moe.prepared or self.prepare_experts(moe)
+        gated = None if moe.shared is None else self.norm_swiglu(x, norm, moe.shared.gate_up)
+        if self._all_reduce is None:
+            x = mixture(x, layer, norm.weight, norm.eps, residual=x, out=x)
+        else:
+            part = mixture(x, layer, norm.weight, norm.eps)
+            self._all_reduce(part)
+            x.add_(part)
+        return x if gated is None or moe.shared is None else self.add_linear(x, gated, moe.shared.down)
+
+    def prepare_experts(self, moe: MoE) -> ExpertLayer:
+        """Brings the loaded parameters into the form of the kernels and keeps it in the module.
+
+        MXFP4 weights are rearranged and the module's own are freed, so this belongs before the KV pool is allocated.
+        """
+        router, experts = moe.router, moe.experts
+
+        def weight(numbers: Tensor, scales: Tensor | None) -> ExpertWeight:
+            if scales is None:
+                return plain_weight(numbers)
+            made = mxfp4_weight(numbers, scales) if numbers.dtype == torch.uint8 else fp8_weight(numbers, scales)
+            if made.numbers.data_ptr() != numbers.data_ptr():
+                numbers.data, scales.data = numbers.new_empty(0), scales.new_empty(0)
+            return made
+
+        prepared = ExpertLayer(
+            router=router.weight,
+            rule=RoutingRule(
+                router.top_k,
+                sigmoid=router.scoring == "sigmoid",
+                normalize=router.normalize,
+                scale=router.scale,
+                groups=router.groups,
+                top_groups=router.top_groups,
+                first=experts.first,
+            ),
+            gate_up=weight(experts.gate_up, experts.gate_up_scales),
+            down=weight(experts.down, experts.down_scales),
+            router_bias=router.bias,
+            correction=router.correction,
+            gate_up_bias=experts.gate_up_bias,
+            down_bias=experts.down_bias,
+            gpt_oss=experts.activation == "gpt_oss",
+        )
+        moe.prepared = prepared
+        return prepared
 
     def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
         weight = head.weight

@@ -41,9 +41,10 @@ class QuantizedFusedOps(FusedOps):
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         if linear.prepared is None:
             return super().add_linear(x, y, linear)
-        if self._all_reduce is None:
+        if self._all_reduce is None and linear.multiplier == 1.0:
             return quantized_linear(y, linear.prepared, bias=linear.bias, residual=x, out=x)
         part = quantized_linear(y, linear.prepared)
-        self._all_reduce(part)
-        x.add_(part)
-        return x if linear.bias is None else x.add_(linear.bias)
+        if self._all_reduce is not None:
+            self._all_reduce(part)
+        x.add_(part, alpha=linear.multiplier)
+        return x if linear.bias is None else x.add_(linear.bias, alpha=linear.multiplier)

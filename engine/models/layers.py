@@ -6,7 +6,7 @@ Each module names its tensors in the checkpoint, so `engine/models/weights.py` l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,18 @@ from engine.models.spec import ModelSpec
 from engine.quantization.inputs import InputRounding
 from engine.quantization.scheme import Scheme
 from engine.quantization.weight import QuantizedWeight
+
+
+class Target(NamedTuple):
+    """The destination of a checkpoint tensor."""
+
+    tensor: Tensor | None  # A parameter, or its part of a joined parameter. None: only other ranks have it.
+    split: int | None = None  # Dimension in which ranks split the checkpoint tensor. None: every rank has all of it.
+    order: Tensor | None = None  # int64: row i of `tensor` is row order[i] of this rank's part.
+    #: For tensors of another shape than `tensor`: their shape, and the function that reads this rank's part.
+    shape: tuple[int, ...] | None = None
+    read: Callable[[Any], Tensor] | None = None
+    replaces: frozenset[str] = frozenset()  # Names of tensors that a checkpoint with this tensor lacks.
 
 
 class Linear(nn.Linear):
@@ -36,10 +48,12 @@ class Linear(nn.Linear):
     quantized: QuantizedWeight | None = None  # The weight of kernels that multiply with it; `weight` stays empty.
     prepared: Any = None  # The form of `quantized` that the kernels read.
     rounding: InputRounding | None = None  # Rounds the inputs of a product with a dequantised weight.
+    multiplier = 1.0  # Factor on the product where it is added to the residual stream.
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool, split: int | None = None) -> None:
         super().__init__(inputs, sum(parts.values()), bias=bias)
         self.parts, self.split = dict(parts), split
+        self.orders: Mapping[str, Tensor] = {}  # By part: the order of its rows, see `Target.order`.
 
     def reset_parameters(self) -> None:
         """Does nothing: the parameters are loaded."""
@@ -55,20 +69,38 @@ class Embedding(nn.Embedding):
     def __init__(self, name: str, rows: int, size: int) -> None:
         super().__init__(rows, size)
         self.parts = {name: rows}
+        self.orders: Mapping[str, Tensor] = {}
 
     def reset_parameters(self) -> None:
         """Does nothing: the parameters are loaded."""
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension."""
+    """Root mean square norm over the last dimension.
 
-    split = None
+    Args:
+        split: 0 if each rank has a part of the dimension, None if each rank has all of it.
+        order: the order of the weight's numbers, see `Target.order`.
+    """
 
-    def __init__(self, name: str, size: int, eps: float) -> None:
+    def __init__(
+        self, name: str, size: int, eps: float, *, split: int | None = None, order: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.parts, self.eps = {name: size}, eps
+        self.parts, self.eps, self.split = {name: size}, eps, split
+        self.orders: Mapping[str, Tensor] = {} if order is None else {name: order}
+
+
+class Sinks(nn.Module):
+    """The logit of each query head that takes part in the softmax of its scores, without a key."""
+
+    split = 0
+
+    def __init__(self, name: str, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+        self.parts = {name: heads}
 
 
 class LinearSlice(NamedTuple):
@@ -84,7 +116,10 @@ class LinearSlice(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions over `inputs` numbers (None: the hidden size) per token."""
+    """Grouped-query attention with rotary positions over `inputs` numbers (None: the hidden size) per token.
+
+    If only the first dimensions of a head rotate, the dimensions are in the order of `rotary_order`.
+    """
 
     def __init__(self, spec: ModelSpec, window: int | None, inputs: int | None = None) -> None:
         super().__init__()
@@ -92,15 +127,32 @@ class Attention(nn.Module):
         self.window = window
         self.packed_kv: Tensor | None = None  # The packed weight of `kv`, if `qkv` is packed.
         self.prepared_kv: Any = None  # The same for `prepared`.
-        projections = {
-            "self_attn.q_proj": spec.query_size,
-            "self_attn.k_proj": spec.kv_size,
-            "self_attn.v_proj": spec.kv_size,
-        }
+        queries, keys, values = (f"self_attn.{name}_proj" for name in "qkv")
+        projections = {queries: spec.query_size, keys: spec.kv_size, values: spec.kv_size}
         self.qkv = Linear(inputs or spec.hidden_size, projections, bias=spec.qkv_bias, split=0)
         self.out = Linear(spec.query_size, {"self_attn.o_proj": spec.hidden_size}, bias=spec.out_bias, split=1)
-        self.q_norm = RMSNorm("self_attn.q_norm", spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm("self_attn.k_norm", spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.out.multiplier = spec.residual_multiplier
+        order = rotary_order(spec.head_dim, spec.rope.rotated(spec.head_dim))
+        if order is not None:
+            self.qkv.orders = {queries: _of_heads(order, self.heads), keys: _of_heads(order, self.kv_heads)}
+        #: Whether the norms are over all heads together, those of the other ranks included.
+        self.joint_norm = spec.qk_norm == "all"
+        self.q_norm = self._norm("self_attn.q_norm", spec, self.heads, order)
+        self.k_norm = self._norm("self_attn.k_norm", spec, self.kv_heads, order)
+        self.sink_logits = Sinks("self_attn.sinks", self.heads) if spec.sinks else None
+
+    def _norm(self, name: str, spec: ModelSpec, heads: int, order: Tensor | None) -> RMSNorm | None:
+        if spec.qk_norm is None:
+            return None
+        if not self.joint_norm:
+            return RMSNorm(name, spec.head_dim, spec.norm_eps, order=order)
+        joint = None if order is None else _of_heads(order, heads)
+        return RMSNorm(name, heads * spec.head_dim, spec.norm_eps, split=0, order=joint)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The logits [heads] of `Sinks`, None if the model has none."""
+        return None if self.sink_logits is None else self.sink_logits.weight
 
     @property
     def kv_rows(self) -> slice:
@@ -123,17 +175,51 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward layer: down(silu(gate(x)) * up(x))."""
+    """SwiGLU feed-forward layer: down(silu(gate(x)) * up(x)).
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Args:
+        name: name of the module in the checkpoint.
+        size: intermediate size on this rank. None: the model's.
+    """
+
+    def __init__(self, spec: ModelSpec, name: str = "mlp", size: int | None = None) -> None:
         super().__init__()
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        self.gate_up = Linear(hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, bias=spec.mlp_bias, split=0)
-        self.down = Linear(inner, {"mlp.down_proj": hidden}, bias=spec.mlp_bias, split=1)
+        hidden, inner = spec.hidden_size, size or spec.intermediate_size
+        parts = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+        self.gate_up = Linear(hidden, parts, bias=spec.mlp_bias, split=0)
+        self.down = Linear(inner, {f"{name}.down_proj": hidden}, bias=spec.mlp_bias, split=1)
+        self.down.multiplier = spec.residual_multiplier
+
+
+def rotary_order(head_dim: int, rotated: int) -> Tensor | None:
+    """Returns the order of a head's dimensions in which all of them rotate; None if all rotate in the given order.
+
+    Our rotation pairs dimension i with i + head_dim / 2. A checkpoint that rotates the first dimensions only pairs i
+    with i + rotated / 2. The other dimensions rotate by an angle of zero. Scores do not depend on the order, because
+    queries and keys have the same.
+    """
+    if rotated == head_dim:
+        return None
+    half = (head_dim - rotated) // 2
+    rotating, fixed = torch.arange(rotated, device="cpu"), torch.arange(rotated, head_dim, device="cpu")
+    return torch.cat((rotating[: rotated // 2], fixed[:half], rotating[rotated // 2 :], fixed[half:]))
+
+
+def _of_heads(order: Tensor, heads: int) -> Tensor:
+    """Returns the order of the rows of `heads` heads, each in the same order."""
+    return (torch.arange(heads, device="cpu")[:, None] * len(order) + order).flatten()
 
 
 def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replaces parameters on the meta device by uninitialised ones without gradients on `device`."""
+    """Replaces parameters on the meta device by uninitialised ones without gradients on `device`.
+
+    float32 parameters get the dtype, except those that their module names in `float32_parameters`.
+    """
     # Not to_empty: torch's copy of a meta tensor imports modules for a second.
-    model._apply(lambda p: torch.empty(p.shape, dtype=dtype, device=device))  # type: ignore[no-untyped-call]
+    model._apply(  # type: ignore[no-untyped-call]
+        lambda p: torch.empty(p.shape, dtype=dtype if p.dtype == torch.float32 else p.dtype, device=device)
+    )
+    for module in model.modules():
+        for name in getattr(module, "float32_parameters", ()):
+            setattr(module, name, nn.Parameter(getattr(module, name).float()))
     model.requires_grad_(False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -76,6 +77,7 @@ class ModelSource:
                 weights.load_weights(model, self.model_dir, self.spec, shard, quantization)
             else:
                 weights.randomize(model, self.seed, shard)
+            model.prepare()
             if quantization is not None:
                 _log.info("weights: %s, %s in the layers", quantization.text, format_bytes(model.quantized_bytes))
             return model
@@ -108,3 +110,57 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: 
             raise ConfigError(f"{where} are not supported for this model: {problem}", field=field) from reason
         spec = trace_spec(model_dir, eos_token_ids(config, generation))
     return ModelSource(spec, model_dir, seed if load_format == "dummy" else None, quantization)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSupport:
+    """How a model is served. It says nothing about the weights, which are not read."""
+
+    source: ModelSource | None  # None if the model is not served.
+    reason: str  # Why the model is not native, or not served; empty for a native one.
+
+    @property
+    def how(self) -> Literal["native", "transformers", "no"]:
+        """The code that computes the model."""
+        if self.source is None:
+            return "no"
+        return "native" if isinstance(self.source.spec, ModelSpec) else "transformers"
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        if self.source is None:
+            return f"not served: {self.reason}"
+        spec = self.source.spec
+        parts = [spec.architecture, f"{spec.num_layers} layers"]
+        if isinstance(spec, ModelSpec) and spec.moe is not None:
+            parts.append(f"{spec.moe.num_experts} experts, {spec.moe.top_k} for each token")
+        parts += [self.source.weights_text] if self.source.weights_text else []
+        how = "native" if self.how == "native" else f"through transformers, because {self.reason}"
+        return f"{how} ({', '.join(parts)}, up to {spec.max_position} tokens)"
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The facts in `text`, for JSON."""
+        found: dict[str, Any] = {"served": self.how, "reason": self.reason or None}
+        if self.source is not None:
+            spec = self.source.spec
+            found |= {"architecture": spec.architecture, "layers": spec.num_layers, "max_model_len": spec.max_position}
+            found["weights"] = self.source.weights_text or None
+            if isinstance(spec, ModelSpec) and spec.moe is not None:
+                found |= {"experts": spec.moe.num_experts, "experts_per_token": spec.moe.top_k}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def model_support(model_dir: Path) -> ModelSupport:
+    """Returns how a model directory is served. Raises ConfigError if its config.json is missing or unreadable."""
+    config, generation = read_config(model_dir)
+    try:
+        source = open_model(model_dir)
+    except ConfigError as error:
+        return ModelSupport(None, error.message)
+    try:
+        parse_spec(config, generation)
+    except NotNative as error:
+        return ModelSupport(source, error.message)
+    return ModelSupport(source, "")

@@ -18,6 +18,7 @@ from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import place, product
 from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
+from engine.models.moe import MoE, grouped_experts, route
 from engine.models.spec import RopeSpec
 from engine.quantization.weight import QuantizedWeight
 
@@ -53,7 +54,7 @@ class TorchOps:
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
             query, kv = rotate(qkv, attention, attention.heads)
-            attended = context.backend.attend(query, kv, cache, context.metadata, attention.window)
+            attended = context.backend.attend(query, kv, cache, context.metadata, attention.window, attention.sinks)
             return attended.reshape(-1, attention.heads * attention.head_dim)
 
         return attend
@@ -79,12 +80,25 @@ class TorchOps:
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             query, keys = split[:, :heads], split[:, heads : heads + kv_heads]
             if attention.q_norm is not None and attention.k_norm is not None:
-                query.copy_(rms_norm_torch(query, attention.q_norm))
-                keys.copy_(rms_norm_torch(keys, attention.k_norm))
+                norm = self._joint_norm if attention.joint_norm else rms_norm_torch
+                if heads:
+                    query.copy_(norm(query, attention.q_norm))
+                keys.copy_(norm(keys, attention.k_norm))
             rotate_(split[:, : heads + kv_heads], cos, sin)
             return query, split[:, heads:].view(-1, 2, kv_heads, dim)
 
         return rotate
+
+    def _joint_norm(self, heads: Tensor, norm: RMSNorm) -> Tensor:
+        """Returns the norm over the heads [T, H, D] of all ranks together."""
+        squares = heads.float().square().flatten(1).sum(1, keepdim=True)
+        count = torch.full_like(squares[:1], heads[0].numel())
+        if self._all_reduce is not None:
+            joint = torch.cat((squares, count))
+            self._all_reduce(joint)
+            squares, count = joint[:-1], joint[-1:]
+        scale = torch.rsqrt(squares / count + norm.eps).unsqueeze(-1)
+        return (heads.float() * scale).to(heads.dtype) * norm.weight.view(heads.shape[1:])
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         """Returns linear(norm(x)), [T, out]."""
@@ -96,13 +110,29 @@ class TorchOps:
         return F.silu(gate).mul_(up)
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-        """Returns x + linear(y), which overwrites x."""
+        """Returns x + linear(y) * linear.multiplier, which overwrites x."""
         if self._all_reduce is None:
-            return x.add_(product(y, linear))
+            return x.add_(product(y, linear), alpha=linear.multiplier)
         part = product(y, LinearSlice(linear.weight, scales=linear.scales, rounding=linear.rounding))
         self._all_reduce(part)
-        x.add_(part)
-        return x if linear.bias is None else x.add_(linear.bias)
+        x.add_(part, alpha=linear.multiplier)
+        return x if linear.bias is None else x.add_(linear.bias, alpha=linear.multiplier)
+
+    def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
+        """Returns x plus the experts' result for norm(x), which overwrites x."""
+        normed = rms_norm_torch(x, norm)
+        part = grouped_experts(normed, *route(normed, moe.router), moe.experts)
+        if moe.shared is not None:
+            gate, up = product(normed, moe.shared.gate_up).chunk(2, dim=-1)
+            part.add_(product(F.silu(gate).mul_(up), moe.shared.down), alpha=moe.shared.down.multiplier)
+        if self._all_reduce is not None:
+            self._all_reduce(part)
+        return x.add_(part)
+
+    def prepare_experts(self, moe: MoE) -> object:
+        """Prepares loaded experts: plain torch needs weights in the model's dtype."""
+        moe.experts.dequantize(moe.router.weight.dtype)
+        return None
 
     def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
         """Returns norm(x) @ head.weight.T as float32[T, vocab]."""
@@ -126,6 +156,8 @@ def rms_norm_torch(x: Tensor, norm: RMSNorm) -> Tensor:
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """Returns the angular frequencies per token, float32[head_dim / 2], and the factor on cos and sin (yarn).
 
+    head_dim is the number of dimensions that rotate.
+
     Rotary position embeddings: Su et al. 2021. Scaling kinds: linear (position interpolation, Chen et al. 2023), llama3
     (wavelength-dependent interpolation of Llama 3.1), yarn (Peng et al. 2023).
     """
@@ -141,10 +173,15 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
 
 
 def rope_tables(spec: RopeSpec, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin, float32[length, head_dim / 2] each, for positions 0..length-1."""
-    inv_freq, factor = inverse_frequencies(spec, head_dim)
+    """Returns cos and sin, float32[length, head_dim / 2] each, for positions 0..length-1.
+
+    Dimensions that do not rotate, the last ones of each half (`layers.rotary_order`), have an angle of zero.
+    """
+    rotated = spec.rotated(head_dim)
+    inv_freq, factor = inverse_frequencies(spec, rotated)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inv_freq)
-    return angles.cos() * factor, angles.sin() * factor
+    fixed = (head_dim - rotated) // 2
+    return F.pad(angles.cos() * factor, (0, fixed), value=1.0), F.pad(angles.sin() * factor, (0, fixed))
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,8 +29,10 @@ from common.model.directory import directory_name
 from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
-from engine.models.layers import Embedding, Linear, RMSNorm
+from engine.models.layers import Embedding, Linear, RMSNorm, Sinks, Target
+from engine.models.moe import ExpertRouter, Experts
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
+from engine.models.spec.model import MXFP4_GROUP
 from engine.progress import Progress, progress
 from engine.quantization.at_load import quantize
 from engine.quantization.checkpoint import LayerReader
@@ -47,14 +49,7 @@ _KV_SCALE = re.compile(r"\.self_attn\.((attn\.)?[kv]_scale|kv_scale|[kv]_proj\.(
 _SAMPLES, _SAMPLE_BYTES = 16, 256  # The revision hashes this many samples of each tensor, of this size.
 
 
-class Target(NamedTuple):
-    """The destination of a checkpoint tensor."""
-
-    tensor: Tensor  # A parameter, or its part of a joined parameter.
-    split: int | None  # Dimension in which ranks split the checkpoint tensor. None: every rank has all of it.
-
-
-def checkpoint_targets(root: nn.Module, prefix: str = "") -> dict[str, Target]:
+def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARDED) -> dict[str, Target]:
     """Returns the destination of each tensor of a module and its submodules, by its name without the prefix."""
     targets: dict[str, Target] = {}
     for module in root.modules():
@@ -64,14 +59,21 @@ def checkpoint_targets(root: nn.Module, prefix: str = "") -> dict[str, Target]:
                     continue  # `_load_quantized` reads it
                 parts = torch.split(parameter, list(module.parts.values()))
                 for name, part in zip(module.parts, parts, strict=True):
-                    targets[f"{prefix}{name}.{kind}"] = Target(part, _split_dim(module, kind))
+                    order = module.orders.get(name)
+                    targets[f"{prefix}{name}.{kind}"] = Target(part, _split_dim(module, kind), order)
+        elif isinstance(module, Sinks):
+            (name,) = module.parts
+            targets[f"{prefix}{name}"] = Target(module.weight, module.split)
+        elif isinstance(module, Experts | ExpertRouter):
+            found = module.targets(shard) if isinstance(module, Experts) else module.targets()
+            targets |= {f"{prefix}{name}": target for name, target in found}
     return targets
 
 
-def _decoder_targets(model: Decoder) -> dict[str, Target]:
+def _decoder_targets(model: Decoder, shard: Shard = UNSHARDED) -> dict[str, Target]:
     parts: list[tuple[nn.Module, str]] = [(module, "") for module in (model.embedding, model.norm, model.head)]
     parts += [(layer, f"model.layers.{index}.") for index, layer in enumerate(model.layer_list)]
-    return {name: target for part in parts for name, target in checkpoint_targets(*part).items()}
+    return {name: target for part in parts for name, target in checkpoint_targets(*part, shard).items()}
 
 
 def _split_dim(module: nn.Module, kind: str) -> int | None:
@@ -88,8 +90,15 @@ def load_weights(
     `quantization` is that of the model. Its layers are read and placed one after the other, so beside the model there
     are the tensors of one layer.
     """
-    targets = _decoder_targets(model)
-    missing = set(targets)
+    targets = _decoder_targets(model, shard)
+    missing = {name for name, target in targets.items() if target.tensor is not None and not target.replaces}
+    unused = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.extra_layers))
+    others = {  # quantised experts of other ranks
+        prefix + name
+        for prefix, experts in model.experts()
+        if experts.scheme is not None and len(experts.gate_up) < experts.num_experts
+        for name in experts.projection_names()
+    }
     only_pickled(model_dir)
     total = sum(file.stat().st_size for file in _files(model_dir))
     device = model.embedding.weight.device
@@ -100,14 +109,17 @@ def load_weights(
             key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
             target = targets.get(key)
             if target is None:
-                if name not in read and not _is_unused(file, name, shard, quantization):
+                known = name in read or name.startswith(unused) or name.rpartition(".")[0] in others
+                if not known and not _is_unused(file, name, shard, quantization):
                     raise ConfigError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use")
+                continue
+            if target.tensor is None:
                 continue
             tensor = _read(file, name, target, shard)
             loaded.advance(tensor.nbytes / 1e9)
-            if key in missing:
+            if key in missing or target.replaces:
                 target.tensor.copy_(tensor)
-                missing.discard(key)
+                missing -= {key, *target.replaces}
             elif not torch.equal(target.tensor, tensor.to(target.tensor.dtype)):
                 tie = f"; tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ" if key == EMBEDDING else ""
                 raise ConfigError(f"the checkpoint has {key} twice, with different numbers{tie}")
@@ -142,12 +154,20 @@ def _load_quantized(model: Decoder, model_dir: Path, shard: Shard, loaded: Progr
             for name, outputs in linear.parts.items():
                 sizes = outputs * across, linear.in_features * along
                 weight = LayerReader(files, prefix + name, *sizes, linear.scheme).weight()
-                parts.append(_part_of(weight, linear, outputs, shard))
+                weight = _part_of(weight, linear, outputs, shard)
+                order = linear.orders.get(name)
+                parts.append(weight if order is None else weight.reordered(order))
             try:
                 model.place(linear, concatenate(parts))
             except ValueError as error:
                 names = " and ".join(prefix + name for name in linear.parts)
                 raise ConfigError(f"{names} cannot be one product: they have {error}", field="model") from error
+        for prefix, experts in model.experts():
+            if (scheme := experts.scheme) is None:
+                continue
+            for projection in experts.projections(shard):
+                sizes = projection.outputs, projection.inputs
+                experts.place(projection, LayerReader(files, prefix + projection.name, *sizes, scheme).weight())
         return files.read_names
 
 
@@ -162,23 +182,28 @@ def _part_of(weight: QuantizedWeight, linear: Linear, outputs: int, shard: Shard
 
 def _read(file: Any, name: str, target: Target, shard: Shard) -> Tensor:
     """Reads this rank's part of a tensor, and no other bytes. Raises ConfigError if it does not fit the target."""
+    assert target.tensor is not None
     part, split = file.get_slice(name), target.split
-    shape, expected = list(part.get_shape()), list(target.tensor.shape)
+    shape, expected = list(part.get_shape()), list(target.shape or target.tensor.shape)
     if split is not None:
         expected[split] *= shard.size
     if shape != expected:
         raise ConfigError(f"{name} has shape {tuple(shape)}, the config says {tuple(expected)}")
-    if split is None or shard.size == 1:
-        tensor: Tensor = file.get_tensor(name)
+    if target.read is not None:
+        tensor: Tensor = target.read(part)
+    elif split is None or shard.size == 1:
+        tensor = file.get_tensor(name)
     else:
         width = target.tensor.shape[split]
         span = slice(shard.rank * width, (shard.rank + 1) * width)
         tensor = part[span] if split == 0 else part[:, span]
-    if tensor.dtype not in _DTYPES:
+    wanted = (torch.uint8,) if target.tensor.dtype == torch.uint8 else _DTYPES
+    if tensor.dtype not in wanted:
         dtype = str(tensor.dtype).removeprefix("torch.")
         problem = "the quantization config does not name this layer" if tensor.dtype in _QUANTIZED else "unsupported"
-        raise ConfigError(f"{name} has dtype {dtype}: {problem}; expected float32, bfloat16 or float16")
-    return tensor
+        names = "uint8" if len(wanted) == 1 else "float32, bfloat16 or float16"
+        raise ConfigError(f"{name} has dtype {dtype}: {problem}; expected {names}")
+    return tensor if target.order is None else tensor[target.order.to(tensor.device)]
 
 
 def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
@@ -190,18 +215,39 @@ def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
     """
     for path, module in list(model.named_modules()):
         for kind, parameter in list(module.named_parameters(recurse=False)):
-            split = _split_dim(module, kind)
             if isinstance(module, Linear) and isinstance(model, Decoder) and parameter.numel() == 0:
                 _randomize_quantized(f"{path}.{kind}", module, model, seed, shard)
                 continue
-            if split is None or shard.size == 1:
+            if isinstance(module, Experts) and module.scheme is not None:
+                continue
+            shape = _whole_shape(module, kind, parameter, shard)
+            if shape == list(parameter.shape):
                 _randomize(f"{path}.{kind}", parameter, seed)
                 continue
-            shape = list(parameter.shape)
-            shape[split] *= shard.size
             whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
             _randomize(f"{path}.{kind}", whole, seed)
             parameter.copy_(rank_part(module, kind, whole, shard))
+        if isinstance(module, Experts) and module.scheme is not None:
+            _randomize_experts(path, module, seed, shard)
+
+
+def _randomize_experts(path: str, experts: Experts, seed: int, shard: Shard) -> None:
+    """Quantises random weights. Each projection of an expert has its own stream."""
+    assert experts.scheme is not None
+    for projection in experts.projections(shard):
+        whole = torch.empty(projection.outputs, projection.inputs, device=experts.gate_up.device)
+        _randomize(f"{path}.{projection.name}", whole, seed)
+        experts.place(projection, quantize(whole, experts.scheme))
+
+
+def _whole_shape(module: nn.Module, kind: str, parameter: Tensor, shard: Shard) -> list[int]:
+    """Returns the shape of a parameter in the whole model."""
+    if isinstance(module, Experts):
+        return module.whole_shape(kind, shard)
+    shape, split = list(parameter.shape), _split_dim(module, kind)
+    if split is not None:
+        shape[split] *= shard.size
+    return shape
 
 
 def _randomize_quantized(name: str, linear: Linear, model: Decoder, seed: int, shard: Shard) -> None:
@@ -220,22 +266,31 @@ def _randomize_quantized(name: str, linear: Linear, model: Decoder, seed: int, s
 
 def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tensor:
     """Returns the part of the whole model's parameter `kind` that belongs to `module`, the module of this rank."""
+    if isinstance(module, Experts):
+        return module.rank_part(kind, whole, shard)
     split = _split_dim(module, kind)
     if split is None:
         return whole
-    assert isinstance(module, Linear)
-    joined = module.parts.values() if split == 0 else [module.in_features]
+    assert isinstance(module, Linear | RMSNorm | Sinks)
+    joined = [module.in_features] if isinstance(module, Linear) and split == 1 else list(module.parts.values())
     parts = torch.split(whole, [width * shard.size for width in joined], split)
     return torch.cat([part.chunk(shard.size, split)[shard.rank] for part in parts], split)
 
 
 def _randomize(name: str, parameter: Tensor, seed: int) -> None:
-    if parameter.ndim == 1:
-        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    if parameter.ndim == 1 or name.endswith("bias"):
+        parameter.fill_(0.0 if name.endswith(("bias", "correction")) else 1.0)
         return
     stream = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(stream))
-    parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+    inputs = parameter.shape[-1]
+    if parameter.dtype == torch.uint8:
+        if name.endswith("scales"):  # The numbers of 4 bits have a mean square of 8.6.
+            parameter.fill_(127 - round(math.log2(8.6 * inputs * MXFP4_GROUP) / 2))
+        else:
+            parameter.random_(0, 256, generator=generator)
+        return
+    parameter.normal_(0.0, 1 / math.sqrt(inputs), generator=generator)
 
 
 def digest(text: str) -> str:

@@ -102,12 +102,12 @@ class TensorParallelBuilder(EngineBuilder):
     def __init__(self, rank_group: RankGroup, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
         super().__init__(source, device)
         self._rank_group, self._config = rank_group, config
-        self.shard = Shard(0, config.tensor_parallel_size)
+        self.shard = Shard(0, config.tensor_parallel_size, config.expert_parallel)
 
     @staticmethod
     def check(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
         """Raises ConfigError if the model cannot be sharded like this, or if this machine has too few devices."""
-        Shard(0, config.tensor_parallel_size).shard_spec(source.spec)
+        Shard(0, config.tensor_parallel_size, config.expert_parallel).shard_spec(source.spec)
         devices = torch.cuda.device_count() - device.index if device.type == "cuda" else config.local_ranks
         if devices < config.local_ranks:
             raise shard_error(f"{config.local_ranks} devices of this machine are needed, but only {devices} exist")
@@ -130,7 +130,8 @@ class TensorParallelBuilder(EngineBuilder):
         rank_group.receive()
         host, size = rank_group.host, self.shard.size
         store, port = open_store(host)
-        rank_group.send("load", size=size, dtype=dtype, max_len=max_len, store=port, host=host)
+        whole = self.shard.whole_experts
+        rank_group.send("load", size=size, whole_experts=whole, dtype=dtype, max_len=max_len, store=port, host=host)
         collectives = Collectives(store, 0, size, device, host)
         rank_group.on_failure = collectives.abort
         local = load_shard(self._source, self.shard, collectives, max_len, device, TORCH_DTYPES[dtype])

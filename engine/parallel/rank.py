@@ -109,7 +109,8 @@ class Rank:
         assert source is not None
         store = join_store(fields["host"], fields["store"])
         collectives = Collectives(store, self._rank, fields["size"], self._device, self._channel.host)
-        shard, dtype = Shard(self._rank, fields["size"]), TORCH_DTYPES[fields["dtype"]]
+        shard = Shard(self._rank, fields["size"], fields["whole_experts"])
+        dtype = TORCH_DTYPES[fields["dtype"]]
         self._collectives = collectives
         self._model = load_shard(source, shard, collectives, fields["max_len"], self._device, dtype)
 

@@ -6,6 +6,7 @@
     modelopt              FP8 with one scale per weight; in hf_quant_config.json too
     awq                   the GEMM layout; in quant_config.json too
     gptq                  4 and 8 bits, formats gptq and gptq_v2; in quantize_config.json too
+    mxfp4                 the experts of gpt-oss
 
 Every other format, and every property that changes the numbers and is not known here, is refused in one line.
 """
@@ -25,7 +26,7 @@ from engine.quantization.config_fields import Fields
 from engine.quantization.scheme import Quantization, Rule, Scheme
 from engine.quantization.weight import BLOCK
 
-METHODS = ("compressed-tensors", "fp8", "modelopt", "awq", "gptq")
+METHODS = ("compressed-tensors", "fp8", "modelopt", "awq", "gptq", "mxfp4")
 
 #: Files that may hold the configuration if config.json does not, with the method that they are of.
 _OTHER_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -62,6 +63,8 @@ def _parse(content: Any, file: str, default: str | None) -> Quantization:
             return Quantization(method, file, _awq(fields))
         case "gptq":
             return Quantization(method, file, _gptq(fields))
+        case "mxfp4":  # of experts only; `MoeSpec` says so
+            return Quantization(method, file, ())
     raise ConfigError(f"{file}: weights of the format {method!r} are not supported; supported are {', '.join(METHODS)}")
 
 

@@ -70,7 +70,7 @@ class Quantization:
     def text(self) -> str:
         """What is loaded, in words: the format and the scheme of most layers."""
         schemes = [rule.scheme for rule in self.rules if rule.scheme is not None]
-        return f"{self.method} ({schemes[-1].text})"
+        return f"{self.method} ({schemes[-1].text})" if schemes else f"{self.method} (experts)"
 
 
 def at_load(form: str) -> Quantization | None:

@@ -126,6 +126,12 @@ class QuantizedWeight:
             zeros=None if self.zeros is None else self.zeros[start:stop],
         )
 
+    def reordered(self, order: Tensor) -> QuantizedWeight:
+        """Returns the weight whose output i is output order[i]."""
+        order = order.to(self.numbers.device)
+        zeros = None if self.zeros is None else self.zeros[order]
+        return replace(self, numbers=self.numbers[order], scales=self.row_scales()[order], block=False, zeros=zeros)
+
     def columns(self, part: slice) -> QuantizedWeight:
         """Returns the weight of a range of inputs, for a rank of a row-parallel layer. The inputs count from its start.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from common.errors import ConfigError
 from common.types import SamplingParams
@@ -17,90 +17,21 @@ from engine.llm import LLM
 from engine.models.hf import spec as hf_spec
 from engine.models.hf.model import HfModel
 from engine.models.loader import open_model
+from tests.rigs.engine.foreign_models import FOREIGN_CASES, FOREIGN_TINY, GROUPED, VOCAB, save_foreign
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-VOCAB, BLOCK, CHUNK = 160, 4, 16
+BLOCK, CHUNK = 4, 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, logprobs=0)
-
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-GROUPED = {"num_key_value_heads": 2}
-LOCAL_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "head_dim": 16}
-CASES: dict[str, dict[str, Any]] = {
-    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
-    "gpt_neox": {"rotary_pct": 0.5},
-    "gemma2": GROUPED | LOCAL_GLOBAL | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
-    "gemma3_text": GROUPED
-    | LOCAL_GLOBAL
-    | {
-        "query_pre_attn_scalar": 48,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-        },
-    },
-    "phi3": GROUPED | {"sliding_window": 9},
-    "mixtral": GROUPED | {"num_local_experts": 4},
-    "apertus": GROUPED,
-    "arcee": GROUPED,
-    "biogpt": {},
-    "codegen": {"rotary_dim": 4},
-    "cohere": GROUPED,
-    "cohere2": GROUPED | {"sliding_window": 8, "head_dim": 8},
-    "ernie4_5": GROUPED | {"head_dim": 8},
-    "exaone4": GROUPED | {"sliding_window": 8},
-    "gemma": GROUPED | {"head_dim": 16},
-    "glm4": GROUPED | {"head_dim": 8},
-    "gpt_bigcode": {},
-    "gptj": {"rotary_dim": 4},
-    "granite": GROUPED | {"attention_multiplier": 0.2, "logits_scaling": 2.0, "residual_multiplier": 0.5},
-    "granitemoe": GROUPED | {"num_local_experts": 4},
-    "helium": GROUPED | {"head_dim": 8},
-    "nemotron": GROUPED,
-    "olmo": GROUPED | {"clip_qkv": 1.0},
-    "olmo2": GROUPED,
-    "olmoe": {"num_experts": 8},
-    "persimmon": {},
-    "phi": GROUPED,
-    "qwen2_moe": GROUPED | {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    "qwen3_moe": GROUPED | {"num_experts": 8, "moe_intermediate_size": 16, "head_dim": 8},
-    "seed_oss": GROUPED | {"head_dim": 8},
-    "smollm3": GROUPED,
-    "stablelm": GROUPED | {"use_qkv_bias": True},
-    "starcoder2": GROUPED | {"sliding_window": 8},
-}
-
-
-def save(directory: Path, model_type: str, **config: Any) -> Any:
-    """A random model of a family, sharper than the default, so that an error in a mask or a position shows."""
-    torch.manual_seed(7)
-    made = AutoConfig.for_model(model_type, **(TINY | config))
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2).add_(1.0 if parameter.ndim == 1 else 0.0)
-    model.save_pretrained(directory)
-    return model
 
 
 def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", FOREIGN_CASES)
 def test_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> None:
-    reference = save(tmp_path, family, **CASES[family])
+    reference = save_foreign(tmp_path, family, **FOREIGN_CASES[family])
     # The three at once need more blocks than there are: one of them is preempted and computed again.
     llm = LLM(tmp_path, device="cpu", block_size=BLOCK, num_blocks=34, chunk_tokens=CHUNK, threads=1)
     prompts = [prompt(n, seed=n) for n in (37, 50, 23)]
@@ -120,7 +51,7 @@ def test_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> 
 
 
 def test_the_shape_is_read_from_the_model(tmp_path: Path) -> None:
-    save(tmp_path, "gemma3_text", **CASES["gemma3_text"])
+    save_foreign(tmp_path, "gemma3_text", **FOREIGN_CASES["gemma3_text"])
     spec = open_model(tmp_path).spec
     assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
         "Gemma3ForCausalLM",
@@ -162,7 +93,7 @@ def test_a_window_is_read_from_the_mask_or_the_mask_is_refused(
 
 def test_long_rope_ends_at_its_original_length(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    save(tmp_path, "phi3", **GROUPED, rope_parameters=rope, original_max_position_embeddings=48)
+    save_foreign(tmp_path, "phi3", **GROUPED, rope_parameters=rope, original_max_position_embeddings=48)
     assert open_model(tmp_path).spec.max_position == 48
 
 
@@ -173,7 +104,6 @@ def test_long_rope_ends_at_its_original_length(tmp_path: Path) -> None:
         ("mamba", {}, "state other than keys and values"),
         ("rwkv", {}, "state other than keys and values"),
         ("falcon", {}, "does not use the attention interface"),
-        ("gpt_oss", GROUPED | {"num_local_experts": 4}, "s_aux"),
         ("deepseek_v3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}, "keys and values of different shapes"),
         ("minimax", GROUPED, "linear_attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rope"),
@@ -184,8 +114,8 @@ def test_what_cannot_be_served_is_refused_from_its_config(
     model_type: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     quantised = {k: v for k, v in config.items() if k == "quantization_config"}
-    made = AutoConfig.for_model(model_type, **(TINY | {k: v for k, v in config.items() if k not in quantised}))
-    names = {"rwkv": "RwkvForCausalLM", "gpt_oss": "GptOssForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+    made = AutoConfig.for_model(model_type, **(FOREIGN_TINY | {k: v for k, v in config.items() if k not in quantised}))
+    names = {"rwkv": "RwkvForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
     names |= {"minimax": "MiniMaxForCausalLM"}
     said = made.to_dict() | quantised | {"architectures": [names.get(model_type, f"{model_type.title()}ForCausalLM")]}
     (tmp_path / "config.json").write_text(json.dumps(said))
@@ -199,7 +129,7 @@ def test_code_in_the_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("builtins.input", lambda _question: "y")
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass OwnConfig: pass\n")
-    said = TINY | {
+    said = FOREIGN_TINY | {
         "architectures": ["OwnForCausalLM"],
         "model_type": "own",
         "auto_map": {"AutoConfig": "own.OwnConfig"},
@@ -214,7 +144,7 @@ def test_code_in_the_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("breach", ["recurrent layer", "ignored positions"])
 def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check after loading finds what the trace cannot see."""
-    save(tmp_path, "gpt2")
+    save_foreign(tmp_path, "gpt2")
     source = open_model(tmp_path)
     original = HfModel.__init__
 
@@ -232,7 +162,7 @@ def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, m
 
 
 def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, "gpt2")
+    save_foreign(tmp_path, "gpt2")
     assert open_model(tmp_path).load(64, CPU, torch.float32).capturable
     build = hf_spec.build_model
 
@@ -248,13 +178,13 @@ def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monk
 
 
 def test_experts_are_captured_in_bf16_only(tmp_path: Path) -> None:
-    save(tmp_path, "mixtral", **CASES["mixtral"])
+    save_foreign(tmp_path, "qwen2_moe", **FOREIGN_CASES["qwen2_moe"])
     source = open_model(tmp_path)
     assert [source.load(64, CPU, dtype).capturable for dtype in (torch.float32, torch.bfloat16)] == [False, True]
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, "gpt2")
+    save_foreign(tmp_path, "gpt2")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     for change, message in (({"n_layer": 5}, "missing_keys"), ({"n_layer": 3}, "unexpected_keys")):

@@ -23,6 +23,11 @@ from engine.kernels import (
     paged_prefill,
     pdl,
 )
+from engine.kernels.experts import grouped as experts_grouped
+from engine.kernels.experts import routing as experts_routing
+from engine.kernels.experts import small as experts_small
+from engine.kernels.experts import vector as experts_vector
+from engine.kernels.experts import weight as experts_weight
 from engine.kernels.quantized import activations, choice, dequantize, linear
 from engine.kernels.quantized.device_weight import DeviceWeight, prepare
 from engine.kernels.quantized.product import Tile
@@ -106,16 +111,52 @@ def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
     plan = paged_decode.plan_decode(
         cu_q, lens, space, num_kv_heads=KV_HEADS, head_dim=DIM, itemsize=1 if fp8 else 2, window=window
     )
-    kind: dict[str, Any] = {"max_query": new, "scale": 0.1, "softcap": softcap}
+    kind: dict[str, Any] = {"max_query": new, "scale": 0.1, "softcap": softcap, "sinks": half(HEADS)}
     paged_decode.paged_decode(q, layer(fp8), tables, cu_q, lens, plan, space, **kind)
     paged_decode.paged_decode(q, layer(fp8), tables, cu_q, lens, plan, space, first=1, **kind)
     if fp8:
         paged_prefill.paged_prefill(q, layer(fp8), tables, cu_q, lens, window=window, **kind)
-        tiles, options = torch.zeros(99, dtype=small), {"scale": 0.1, "softcap": softcap}
+        tiles, options = torch.zeros(99, dtype=small), {"scale": 0.1, "softcap": softcap, "sinks": half(HEADS)}
         for tokens in (64, 1024):
             paged_prefill.listed_prefill(
                 q, layer(fp8), tables, cu_q, lens, tiles, max_tokens=tokens, window=window, out=q, **options
             )
+
+
+def experts(native: bool) -> None:
+    """Mixtures of experts in the forms of Qwen3-30B-A3B and gpt-oss-20b, for few rows, a batch and a prompt."""
+    for kind in ("plain", "fp8", "fp8_block", "mxfp4"):
+        gpt_oss = kind == "mxfp4"
+        hidden, inner, count, top_k = (2880, 2880, 32, 4) if gpt_oss else (2048, 768, 128, 8)
+        rule = experts_routing.RoutingRule(top_k)
+        gate_up, down = (expert_weight(kind, *size) for size in ((2 * inner, hidden), (hidden, inner)))
+        biases = {"gate_up_bias": half(2, 2 * inner), "down_bias": half(2, hidden)} if gpt_oss else {}
+        options: dict[str, Any] = {"gpt_oss": gpt_oss, "native": native, **biases}
+        routed = torch.zeros(1, top_k), torch.zeros(1, top_k, dtype=torch.int32)
+        x = half(1, hidden)
+        experts_routing.norm_and_route(x, x[0], 1e-6, half(count, hidden), rule, bias=half(count))
+        experts_small.few_rows(x, *routed, gate_up, down, residual=x, **options)
+        if gpt_oss:
+            experts_vector.vector_rows(x, *routed, gate_up, down, residual=x, **options)
+        for rows in (16, 128, 1024):
+            x = half(rows, hidden)
+            weights, chosen = experts_routing.route(torch.zeros(rows, count), rule)
+            copies = experts_routing.sort_copies(
+                chosen, 2, experts_grouped.block_rows(rows * top_k, count, gate_up.kind)
+            )
+            experts_grouped.many_rows(x, weights, chosen, copies, gate_up, down, residual=x, **options)
+    rule = experts_routing.RoutingRule(8, sigmoid=True, groups=8, top_groups=4)
+    experts_routing.route(torch.zeros(2, 256), rule, torch.zeros(256))
+
+
+def expert_weight(kind: str, outputs: int, inputs: int) -> experts_weight.ExpertWeight:
+    if kind == "plain":
+        return experts_weight.plain_weight(half(2, outputs, inputs))
+    if kind == "mxfp4":
+        scales = torch.zeros(2, outputs, inputs // 32, dtype=torch.uint8)
+        return experts_weight.mxfp4_weight(torch.zeros(2, outputs, inputs // 2, dtype=torch.uint8), scales)
+    blocks = (-(-outputs // 128), -(-inputs // 128)) if kind == "fp8_block" else (outputs, 1)
+    return experts_weight.fp8_weight(torch.zeros(2, outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(2, *blocks))
 
 
 def quantized_weights(dtype: torch.dtype) -> list[DeviceWeight]:
@@ -181,6 +222,7 @@ def main() -> None:
     products()
     inputs()
     samples()
+    experts(native=True)
     part = torch.zeros(64, HEADS, DIM)
     dense_prefill.merge_attention(part, part[..., 0], part, part[..., 0], part)
     for fp8 in (False, True):

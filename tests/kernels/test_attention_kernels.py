@@ -40,7 +40,13 @@ SHAPES = [
 
 
 def decode(
-    case: PagedCase, programs: int, max_query: int, window: int = 0, softcap: float = 0.0, first: int = 0
+    case: PagedCase,
+    programs: int,
+    max_query: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    first: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs `paged_decode` once, with workspace and output set to NaN before."""
     heads, dim = case.q.shape[1:]
@@ -70,11 +76,19 @@ def decode(
         scale=case.scale,
         softcap=softcap,
         first=first,
+        sinks=sinks,
         out=case.out,
     )
 
 
-def prefill(case: PagedCase, max_query: int, window: int = 0, softcap: float = 0.0, block_m: int | None = None):
+def prefill(
+    case: PagedCase,
+    max_query: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    block_m: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     case.out.fill_(float("nan"))
     return paged_prefill(
         case.q,
@@ -86,6 +100,7 @@ def prefill(case: PagedCase, max_query: int, window: int = 0, softcap: float = 0
         scale=case.scale,
         window=window,
         softcap=softcap,
+        sinks=sinks,
         out=case.out,
         block_m=block_m,
     )
@@ -124,6 +139,28 @@ def test_decode_with_shares_that_end_anywhere(programs, device, gen):
     )
     for window in (0, 50):
         assert error(decode(case, programs, 3, window), case.reference(window)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_sinks_count_once_per_row(kv_dtype, device, gen):
+    """Decode programs split one sequence in parts, and leave another whole; every row has its head's sink once."""
+    case = PagedCase(
+        [5, 200, 30],
+        [1, 2, 1],
+        heads=6,
+        kv_heads=2,
+        dim=16,
+        block_size=16,
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        device=device,
+        gen=gen,
+    )
+    sinks = torch.tensor([0.0, 3.0, -2.0, 9.0, 1e4, -1e4], device=device)
+    for programs, window in ((1, 0), (5, 0), (3, 50)):
+        want = case.reference(window, sinks=sinks)
+        assert error(decode(case, programs, 2, window, sinks=sinks), want) < TOLERANCE[torch.float32]
+        assert error(prefill(case, 2, window, sinks=sinks), want) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("group", [1, 3, 16])

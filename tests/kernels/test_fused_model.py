@@ -34,6 +34,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 WIDE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "llama-biases-head-dim-80": WIDE | {"attention_bias": True, "mlp_bias": True, "head_dim": 80, "hidden_size": 36},
@@ -41,6 +42,20 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 3, "num_key_value_heads": 1},
     "qwen3-bias-tied-head-dim-96": WIDE
     | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 96, "attention_bias": True, "tie_word_embeddings": True},
+    "qwen3-moe": EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True},
+    "olmoe": EXPERTS | {"architectures": ["OlmoeForCausalLM"]},
+    "glm4-moe-shared-expert": EXPERTS
+    | {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 6, "n_shared_experts": 1, "n_group": 2}
+    | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+    "granite-moe": EXPERTS
+    | {"architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 6, "intermediate_size": 20}
+    | {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+    "gpt-oss-mxfp4": EXPERTS
+    | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "intermediate_size": 32, "sliding_window": 6}
+    | {"quantization_config": {"quant_method": "mxfp4"}, "rope_scaling": None},
+    "gpt-oss": EXPERTS
+    | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "intermediate_size": 32, "sliding_window": 6}
+    | {"num_hidden_layers": 2, "rope_scaling": None},
 }
 Step = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 TABLES = [[7, 2], [0, 5], [12, 10, 3]]
@@ -56,7 +71,10 @@ def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple
     pair = [Decoder(spec, 64, device, dtype, fused=fused) for fused in (True, False)]
     torch.manual_seed(5)
     for a, b in zip(*(model.parameters() for model in pair), strict=True):
-        a.normal_(0.0, 0.2).add_(1.0 if a.ndim == 1 else 0.0)
+        if a.dtype == torch.uint8:  # numbers of MXFP4, or scales from 2^-4 to 2^-2
+            a.random_(0, 256) if a.shape[-1] > 1 else a.random_(123, 126)
+        else:
+            a.normal_(0.0, 0.2).add_(1.0 if a.ndim == 1 else 0.0)
         b.copy_(a)
     return pair[0], pair[1]
 

@@ -9,32 +9,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
-from common.kv_layout import KVLayout
 from engine.attention.base import StepShape
-from engine.attention.torch_backend import TorchAttention
-from engine.kv.kv_pool import KVPool
 from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.spec import Shard, eos_token_ids, parse_spec, read_config
+from tests.rigs.engine.tiny_models import CPU, TINY, YARN, Rig, save_reference
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
-
-TINY: dict[str, Any] = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -73,38 +58,6 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-dim-256": {"model_type": "llama", "head_dim": 256, "num_key_value_heads": 1},
     "qwen3-bias-tied": {"model_type": "qwen3", "head_dim": 32, "attention_bias": True, "tie_word_embeddings": True},
 }
-
-
-def save_reference(directory: Path, case: dict[str, Any], **save: Any) -> Any:
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(TINY | case)), dtype=torch.float32).eval()
-    with torch.no_grad():  # sharper than the default initialisation, so that an error in a mask or norm shows
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2).add_(1.0 if parameter.ndim == 1 else 0.0)
-    model.save_pretrained(directory, **save)
-    return model
-
-
-class Rig:
-    """A decoder with a KV pool; logits() computes one step and returns the logits of all its tokens."""
-
-    def __init__(self, directory: Path, *, block_size: int = 4, num_blocks: int = 64) -> None:
-        spec = parse_spec(*read_config(directory))
-        layout = KVLayout("tiny", "0", spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, "float32")
-        self.kv = KVPool(layout, num_blocks, CPU)
-        self.cache = self.kv.layers()
-        self.backend = TorchAttention(self.cache, spec.num_heads, spec.windows, self.kv.dummy_block)
-        self.model = Decoder(spec, 256, CPU, torch.float32)
-        weights.load_weights(self.model, directory, self.model.spec)
-
-    def logits(self, tokens: list[list[int]], starts: list[int], blocks: list[list[int]]) -> list[torch.Tensor]:
-        counts = [len(t) for t in tokens]
-        with torch.inference_mode():
-            metadata = self.backend.prepare(StepShape(starts, counts, blocks))
-            positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
-            flat = torch.tensor([i for t in tokens for i in t])
-            hidden = self.model.forward(flat, positions, ForwardContext(self.cache, self.backend, metadata))
-            return list(self.model.logits(hidden).split(counts))
 
 
 @pytest.mark.parametrize("name", ["mistral-dim-96", "qwen3-dim-128"])
@@ -239,7 +192,7 @@ def test_whole_floats_count_as_integers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM has no native code"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM has no native code"),
         ({"architectures": ["BertForMaskedLM"]}, "only text decoders"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),

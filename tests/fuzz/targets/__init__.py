@@ -30,6 +30,7 @@ TARGETS = {
     "templates": TargetEntry("templates", "Templates", 5),
     "tokenizer-files": TargetEntry("model_files", "TokenizerFiles", 3),
     "model-files": TargetEntry("model_files", "ModelFiles", 2),
+    "expert-files": TargetEntry("model_files", "ExpertFiles", 2),
     "quantized-files": TargetEntry("quantized_files", "QuantizedFiles", 2),
     "tool-calls": TargetEntry("answers", "ToolCalls", 20),
     "records": TargetEntry("files", "Records", 4),

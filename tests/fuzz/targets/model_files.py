@@ -39,13 +39,25 @@ _CONFIG = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "eos_token_id"), 2),
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
+_EXPERTS_CONFIG = _CONFIG | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "rope_scaling": None,
+    **dict.fromkeys(("num_experts", "moe_intermediate_size"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "n_group"), 2),
+    **dict.fromkeys(("topk_group", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"), 1),
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 _MAX_ELEMENTS = 1 << 20  #: A changed configuration of a larger model is read, but its weights are not.
 _FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 def _size(spec: Any) -> int:
-    layer = spec.hidden_size * (4 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size)
+    moe = spec.moe
+    inner = spec.intermediate_size if moe is None else moe.num_experts * (1 + moe.expert_size) + moe.shared_size
+    inner = max(inner, spec.intermediate_size)
+    layer = spec.hidden_size * (4 * spec.num_heads * spec.head_dim + 3 * inner)
     return int(spec.num_layers * layer + spec.vocab_size * spec.hidden_size * 2 + spec.max_position * spec.head_dim)
 
 
@@ -53,17 +65,18 @@ class ModelFiles(FuzzTarget):
     """The configuration and weights of a model directory: JSON and safetensors headers."""
 
     words = words("json")
+    config = _CONFIG
 
     def __enter__(self) -> ModelFiles:
         torch.set_num_threads(1)
         self._folder = tempfile.TemporaryDirectory()
         self._dir = Path(self._folder.name)
-        spec = parse_spec(_CONFIG)
-        names = {name: target.tensor.shape for name, target in _targets(spec).items()}
+        targets = _targets(parse_spec(self.config))
+        names = {name: target.tensor.shape for name, target in targets.items() if not target.replaces}
         tensors = {name: torch.ones(shape) for name, shape in names.items()}
         index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "part.safetensors")}
         contents = (
-            json.dumps(_CONFIG).encode(),
+            json.dumps(self.config).encode(),
             b'{"eos_token_id": [2, 3]}',
             save(tensors),
             json.dumps(index).encode(),
@@ -115,6 +128,12 @@ class ModelFiles(FuzzTarget):
         finally:
             self._write(name, self._valid[name])
         return f"{name} loaded"
+
+
+class ExpertFiles(ModelFiles):
+    """The same of a model with experts."""
+
+    config = _EXPERTS_CONFIG
 
 
 def _targets(spec: Any) -> dict[str, Any]:

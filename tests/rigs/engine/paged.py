@@ -82,8 +82,8 @@ class PagedCase:
             both = dequantize_e4m3(both, scales, torch.float32)
         return both[0], both[1]
 
-    def reference(self, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
-        """Computes causal attention in float64, [rows, heads, D]."""
+    def reference(self, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes causal attention in float64, [rows, heads, D]. sinks: logits [heads] without values."""
         outs, row = [], 0
         for i, (n, t) in enumerate(zip(self.lens, self.queries, strict=True)):
             group = self.q.shape[1] // self.layer.num_kv_heads
@@ -98,7 +98,10 @@ class PagedCase:
             scores = q @ k.transpose(1, 2) * self.scale
             if softcap:
                 scores = softcap * (scores / softcap).tanh()
-            outs.append((scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, t, 1)), -1)
+            outs.append((scores.softmax(-1)[..., :n] @ v).transpose(0, 1))
         return torch.cat(outs)
 
 

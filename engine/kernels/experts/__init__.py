@@ -1,0 +1,1 @@
+"""Kernels of a mixture of experts: routing, few rows, many rows."""

@@ -1,0 +1,219 @@
+"""The architectures that our decoder computes: how each differs from Llama, and how its config.json says so.
+
+The defaults of missing fields are those of the config classes in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from common.errors import ConfigError
+from engine.models.spec.fields import NotNative, flag, integer, number, uses_mxfp4
+from engine.models.spec.model import MoeSpec
+from engine.models.spec.rope import RopeDefaults
+
+MAX_EXPERTS = 1 << 12  #: Far above every model; loading makes a list of all experts.
+
+Config = Mapping[str, Any]
+Bias = Literal["none", "always", "attention_bias", "mlp_bias"]  # Of a projection: a name is the field that decides.
+Windows = tuple[int | None, ...]
+
+
+def _no_windows(config: Config, layers: int) -> Windows:
+    return (None,) * layers
+
+
+def _one_window(config: Config, layers: int) -> Windows:
+    """All layers have the window `sliding_window`, if it is set."""
+    return (_window(config, None),) * layers
+
+
+def _mistral_windows(config: Config, layers: int) -> Windows:
+    return (_window(config, 4096),) * layers
+
+
+def _switched_window(config: Config, layers: int) -> Windows:
+    """All layers have the window, if `use_sliding_window` is true."""
+    return (_window(config, 4096) if flag(config, "use_sliding_window") else None,) * layers
+
+
+def _qwen_windows(config: Config, layers: int) -> Windows:
+    """The layers of `layer_types` have the window, or those from `max_window_layers` on."""
+    window = _window(config, 4096) if flag(config, "use_sliding_window") else None
+    if config.get("layer_types") is None:
+        first = integer(config, "max_window_layers", 28, least=0)
+        return tuple(window if i >= first else None for i in range(layers))
+    return _typed_windows(config, layers, window)
+
+
+def _alternating_windows(config: Config, layers: int) -> Windows:
+    """The layers of `layer_types` have the window, or every second one from the first on."""
+    window = _window(config, 128)
+    if config.get("layer_types") is None:
+        return tuple(None if i % 2 else window for i in range(layers))
+    return _typed_windows(config, layers, window)
+
+
+def _typed_windows(config: Config, layers: int, window: int | None) -> Windows:
+    kinds = config["layer_types"]
+    if not isinstance(kinds, list):
+        raise ConfigError(f"config.json: layer_types is {kinds!r}, a list is needed", field="model")
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown or len(kinds) != layers:
+        raise NotNative(f"layer_types are not supported: {sorted(unknown) or len(kinds)}")
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError("config.json has sliding_attention layers but no sliding window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _window(config: Config, default: int | None) -> int | None:
+    window = config.get("sliding_window", default)
+    return None if window is None else integer(config, "sliding_window", window)
+
+
+def _qwen3_moe(config: Config, layers: int) -> MoeSpec:
+    step = integer(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ConfigError(f"config.json: mlp_only_layers is {dense!r}, a list is needed", field="model")
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    size = integer(config, "moe_intermediate_size", 768)
+    return _moe(config, sparse, 128, 8, expert_size=size, normalize=flag(config, "norm_topk_prob"))
+
+
+def _mixtral(config: Config, layers: int) -> MoeSpec:
+    return _moe(config, (True,) * layers, 8, 2)
+
+
+def _olmoe(config: Config, layers: int) -> MoeSpec:
+    if config.get("clip_qkv") is not None:
+        raise NotNative("bounds of queries, keys and values (clip_qkv) are not supported")
+    return _moe(config, (True,) * layers, 64, 8, normalize=flag(config, "norm_topk_prob"))
+
+
+def _glm4_moe(config: Config, layers: int) -> MoeSpec:
+    size, dense = integer(config, "moe_intermediate_size", 1408), integer(config, "first_k_dense_replace", 1, least=0)
+    return _moe(
+        config,
+        tuple(i >= dense for i in range(layers)),
+        128,
+        8,
+        expert_size=size,
+        scoring="sigmoid",
+        normalize=flag(config, "norm_topk_prob", True),
+        routed_scale=number(config, "routed_scaling_factor", 1.0),
+        groups=integer(config, "n_group", 1),
+        top_groups=integer(config, "topk_group", 1),
+        correction=True,
+        shared_size=size * integer(config, "n_shared_experts", 1, least=0),
+    )
+
+
+def _granite_moe(config: Config, layers: int) -> MoeSpec:
+    return _moe(config, (True,) * layers, 8, 2)
+
+
+def _gpt_oss(config: Config, layers: int) -> MoeSpec:
+    if (number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
+        raise NotNative("swiglu_alpha other than 1.702 and swiglu_limit other than 7 are not supported")
+    options: dict[str, Any] = dict.fromkeys(("router_bias", "gate_up_bias", "down_bias"), True)
+    return _moe(config, (True,) * layers, 128, 4, activation="gpt_oss", mxfp4=uses_mxfp4(config), **options)
+
+
+def _moe(
+    config: Config, layers: tuple[bool, ...], experts: int, top_k: int, *, expert_size: int | None = None, **rest: Any
+) -> MoeSpec:
+    """Makes the spec; `experts` and `top_k` are defaults. An expert has the size of an MLP if expert_size is None."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    name = next((name for name in names if config.get(name) is not None), names[0])
+    experts, top_k = integer(config, name, experts), integer(config, "num_experts_per_tok", top_k)
+    if experts > MAX_EXPERTS:
+        raise ConfigError(f"config.json: {name} is {experts}, at most {MAX_EXPERTS} are supported")
+    if top_k > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok is {top_k}, at most {experts} experts exist")
+    spec = MoeSpec(
+        num_experts=experts,
+        num_local=experts,
+        top_k=top_k,
+        expert_size=expert_size or integer(config, "intermediate_size"),
+        layers=layers,
+        **rest,
+    )
+    size, remainder = divmod(experts, spec.groups)
+    if remainder or spec.top_groups > spec.groups or spec.top_groups * size < top_k or (spec.groups > 1 and size < 2):
+        groups = f"n_group {spec.groups} and topk_group {spec.top_groups}"
+        raise ConfigError(f"config.json: {groups} do not fit {experts} experts, of which a token takes {top_k}")
+    return spec
+
+
+_USUAL_ROPE = RopeDefaults()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """An architecture. The defaults are Llama's."""
+
+    qkv_bias: Bias = "attention_bias"
+    out_bias: Bias = "attention_bias"
+    attention_bias: bool = False  # Default of the field of this name.
+    mlp_bias: Bias = "none"
+    qk_norm: Literal["head", "all"] | None = None
+    qk_norm_field: str | None = None  # Field that says whether qk_norm holds. None: it always does.
+    head_dim: int | None = None  # Default of the field. None: the hidden size over the heads.
+    norm_eps: float = 1e-6  # Default of the field rms_norm_eps.
+    windows: Callable[[Config, int], Windows] = _no_windows
+    rope: RopeDefaults = _USUAL_ROPE
+    moe: Callable[[Config, int], MoeSpec] | None = None  # Its experts by config.json and number of layers.
+    sinks: bool = False
+    multipliers: bool = False  # config.json has multipliers of embedding, attention, residual stream and logits.
+    extra_layers: str | None = None  # Field with the number of layers for multi-token prediction.
+    mxfp4: bool = False  # The experts may be in MXFP4.
+
+
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+FAMILIES = {
+    "LlamaForCausalLM": ModelFamily(mlp_bias="mlp_bias"),
+    "MistralForCausalLM": ModelFamily(qkv_bias="none", out_bias="none", windows=_mistral_windows),
+    "Qwen2ForCausalLM": ModelFamily(qkv_bias="always", out_bias="none", windows=_qwen_windows),
+    "Qwen3ForCausalLM": ModelFamily(qk_norm="head", head_dim=128, windows=_qwen_windows),
+    "Qwen3MoeForCausalLM": ModelFamily(qk_norm="head", windows=_switched_window, moe=_qwen3_moe),
+    "MixtralForCausalLM": ModelFamily(
+        qkv_bias="none",
+        out_bias="none",
+        norm_eps=1e-5,
+        windows=_one_window,
+        rope=RopeDefaults(theta=1e6),
+        moe=_mixtral,
+    ),
+    "OlmoeForCausalLM": ModelFamily(qk_norm="all", norm_eps=1e-5, windows=_one_window, moe=_olmoe),
+    "Glm4MoeForCausalLM": ModelFamily(
+        out_bias="none",
+        qk_norm="head",
+        qk_norm_field="use_qk_norm",
+        norm_eps=1e-5,
+        rope=RopeDefaults(partial=0.5),
+        moe=_glm4_moe,
+        extra_layers="num_nextn_predict_layers",
+    ),
+    "GraniteMoeForCausalLM": ModelFamily(moe=_granite_moe, multipliers=True),
+    "GptOssForCausalLM": ModelFamily(
+        attention_bias=True,
+        head_dim=64,
+        norm_eps=1e-5,
+        windows=_alternating_windows,
+        rope=RopeDefaults(theta=150000.0, scaling=_GPT_OSS_YARN),
+        moe=_gpt_oss,
+        sinks=True,
+        mxfp4=True,
+    ),
+}
+ARCHITECTURES = tuple(FAMILIES)

@@ -1,0 +1,73 @@
+"""`ModelSpec`, the description of a model for our decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.models.base import ModelShape
+from engine.models.spec.rope import RopeSpec
+
+MXFP4_GROUP = 32  #: Inputs that share a scale in MXFP4.
+
+Activation = Literal["silu", "gpt_oss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """The mixture of experts that replaces the MLP of some layers; the experts that this rank holds."""
+
+    num_experts: int  # Experts of a layer, of all ranks together.
+    top_k: int  # Experts of a token.
+    expert_size: int  # Intermediate size of an expert on this rank.
+    layers: tuple[bool, ...]  # Whether a layer has experts instead of an MLP.
+    first_local: int = 0  # The first expert of this rank.
+    num_local: int  # Experts of this rank.
+    #: Scores of the experts: softmax over the logits of all experts, or the sigmoid of each.
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True  # The weights of a token's experts are divided by their sum.
+    routed_scale: float = 1.0  # Factor on the weights.
+    #: Experts are chosen from the `top_groups` best of `groups` equal groups, by the sum of a group's two best scores.
+    groups: int = 1
+    top_groups: int = 1
+    router_bias: bool = False  # The router's logits have a bias.
+    correction: bool = False  # A bias of each expert takes part in the choice, but not in the weights.
+    shared_size: int = 0  # Intermediate size of the expert that sees every token, on this rank; 0: there is none.
+    activation: Activation = "silu"
+    gate_up_bias: bool = False
+    down_bias: bool = False  # On one rank only if ranks split an expert, because their partial sums are added.
+    mxfp4: bool = False  # The checkpoint has the experts in MXFP4 (blocks and scales).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(ModelShape):
+    """A decoder of the Llama family."""
+
+    hidden_size: int
+    intermediate_size: int
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    #: RMSNorm of queries and keys before the rotation: of each head, or of all heads together.
+    qk_norm: Literal["head", "all"] | None
+    tie_word_embeddings: bool
+    rope: RopeSpec
+    moe: MoeSpec | None = None
+    sinks: bool = False  # Each query head has a learned logit in its softmax, which belongs to no key.
+    embedding_multiplier: float = 1.0  # Factor on the embeddings.
+    residual_multiplier: float = 1.0  # Factor on what attention and MLP add to the residual stream.
+    logits_divisor: float = 1.0
+    extra_layers: int = 0  # Layers after the decoder's in the checkpoint, for multi-token prediction. Not used.
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer has experts instead of an MLP."""
+        return self.moe is not None and self.moe.layers[layer]

@@ -1,0 +1,68 @@
+"""The part of a model that one tensor-parallel rank computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.errors import ConfigError
+from engine.models.base import ModelShape
+from engine.models.spec.model import MXFP4_GROUP, ModelSpec, MoeSpec
+
+
+def shard_error(text: str) -> ConfigError:
+    """Returns the error of a model that cannot be split as configured."""
+    return ConfigError(f"tensor_parallel_size: {text}", field="tensor_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of rank `rank` in a group of `size`; 1: the whole model. `layers.Linear` says how weights are split."""
+
+    rank: int = 0
+    size: int = 1
+    #: Each rank holds whole experts (expert parallelism). False: each rank holds a part of every expert, if the experts
+    #: can be split so.
+    whole_experts: bool = False
+
+    def shard_spec(self, spec: ModelShape) -> ModelShape:
+        """Returns the shape of this rank's part. Raises ConfigError if the model cannot be split into `size` parts."""
+        if self.size == 1:
+            return spec
+        if not isinstance(spec, ModelSpec):
+            raise shard_error(f"{spec.architecture} is computed by transformers, on one device only")
+        names = {"num_kv_heads": "num_key_value_heads", "num_heads": "num_attention_heads"}
+        fields = ["num_kv_heads", "num_heads"]
+        if spec.moe is None or not all(spec.moe.layers):
+            fields.append("intermediate_size")
+        parts: dict[str, Any] = {
+            field: self._part(getattr(spec, field), f"the model's {names.get(field, field)}") for field in fields
+        }
+        moe = None if spec.moe is None else self._shard_experts(spec.moe)
+        # Only rank 0 computes logits. With a tied embedding the other ranks allocate no LM head.
+        return replace(spec, **parts, moe=moe, tie_word_embeddings=spec.tie_word_embeddings or self.rank > 0)
+
+    def splits_experts(self, moe: MoeSpec) -> bool:
+        """Returns whether each rank holds a part of every expert, otherwise it holds whole experts."""
+        size, rest = divmod(moe.expert_size, self.size)
+        return not self.whole_experts and not rest and not (moe.mxfp4 and size % MXFP4_GROUP)
+
+    def _shard_experts(self, moe: MoeSpec) -> MoeSpec:
+        shared = self._part(moe.shared_size, "the intermediate size of the shared experts")
+        if self.splits_experts(moe):
+            bias = moe.down_bias and self.rank == 0
+            return replace(moe, expert_size=moe.expert_size // self.size, shared_size=shared, down_bias=bias)
+        if moe.num_experts % self.size:
+            problem = f"{self.size} divides neither an expert's intermediate size, {moe.expert_size}"
+            raise shard_error(f"{problem}, nor the number of experts, {moe.num_experts}")
+        experts = moe.num_experts // self.size
+        return replace(moe, first_local=self.rank * experts, num_local=experts, shared_size=shared)
+
+    def _part(self, whole: int, name: str) -> int:
+        part, rest = divmod(whole, self.size)
+        if rest:
+            raise shard_error(f"{self.size} does not divide {name}, {whole}")
+        return part
+
+
+UNSHARDED = Shard()
