@@ -253,11 +253,28 @@ def decode_attention(report: Report, pool: Pool, seqs: int, length: int, new: in
     report.bytes(f"{name} attention", f"{seqs}x{length}{tokens}{bits}", seconds(launch), case.moved, worst, key)
 
 
+def rope_before(case: DecodeCase) -> Callable[[Callable[[int], None]], Callable[[int], None]]:
+    """Returns what puts a launch behind the kernel that comes before it in a model. Its rotation changes nothing."""
+    rows = case.seqs * case.new
+    qkv, slots = normal(rows, (HEADS + 2 * KV_HEADS) * DIM), torch.arange(rows, device=DEVICE)
+    cos = torch.ones(rows, DIM // 2, device=DEVICE)
+    sin = torch.zeros_like(cos)
+
+    def behind(attend: Callable[[int], None]) -> Callable[[int], None]:
+        def both(i: int) -> None:
+            rope_kv_write(qkv, case.pool.layer(i), slots, slots, cos, sin, num_heads=HEADS)
+            attend(i)
+
+        return both
+
+    return behind
+
+
 def tune_decode(report: Report) -> None:
     """Searches the tiles of split-KV attention, and prints how the best ones do behind another kernel."""
     for fp8 in (True, False):
         pool = Pool(fp8=fp8)
-        for seqs, length, new in DECODES:
+        for seqs, length, new in TUNED:
             case = DecodeCase(pool, seqs, length, new)
 
             def measure(candidate: Candidate, case: DecodeCase = case) -> Result:
@@ -272,19 +289,12 @@ def tune_decode(report: Report) -> None:
             name = f"{'e4m3' if fp8 else 'bf16'} {seqs}x{length}, {new} new"
             kind = (fp8, new > 1, seqs)
             ranking = decode_candidates.search(name, measure, kind, case.moved, report.copy_gb_s)
-            qkv, table = normal(seqs * new, (HEADS + 2 * KV_HEADS) * DIM), torch.rand(8192, DIM // 2, device=DEVICE)
-            slots, positions = torch.arange(len(qkv), device=DEVICE), torch.arange(len(qkv), device=DEVICE)
-
-            def chain(i: int, attend: Callable[[int], None], rope: tuple[Tensor, ...] = (qkv, slots, table)) -> None:
-                qkv, slots, table = rope
-                rope_kv_write(qkv, case.pool.layer(i), slots, slots, table, table, num_heads=HEADS)
-                attend(i)
-
+            behind_rope = rope_before(case)
             for prefetch in (0, 64):
                 best = [r for r in ranking if r.candidate.tile.prefetch == prefetch][:1]
                 for result in best:
                     launch, _ = case.launch(result.candidate.tile, result.candidate.shares)
-                    time_s = seconds(partial(chain, attend=launch), 16, 7)
+                    time_s = seconds(behind_rope(launch), 16, 7)
                     print(f"  behind RoPE, prefetch {prefetch}: {time_s * 1e6:.2f} us", flush=True)
 
 
@@ -292,14 +302,13 @@ def compile_candidates(worker: int) -> None:
     """Compiles one worker's part of the candidates by launching each once over a pool of zeros."""
     for fp8 in (True, False):
         pool, jobs = Pool(fp8=fp8, random=False), []
-        for seqs, length, new in ((16, 8192, 1), (1, 32768, 1), (16, 8192, 5)):
+        for seqs, length, new in ((64, 2048, 1), (1, 32768, 1), (16, 8192, 5)):
             tiles = decode_candidates.TILES[fp8, new > 1]
             jobs += [(seqs, length, new, one) for tile in tiles for one in decode_candidates.variants(tile)]
         for seqs, length, new, tile in jobs[worker :: decode_candidates.WORKERS]:
-            for shares in (128, 132) if seqs == 1 else (256, 396):
-                with contextlib.suppress(Exception):  # the search reports it
-                    DecodeCase(pool, seqs, length, new).launch(tile, shares)[0](0)
-                    torch.cuda.synchronize()
+            with contextlib.suppress(Exception):  # the search reports it
+                DecodeCase(pool, seqs, length, new).launch(tile, 128 if seqs == 1 else 256)[0](0)
+                torch.cuda.synchronize()
 
 
 def prefill(report: Report, pool: Pool, new: int, length: int) -> None:
@@ -480,6 +489,7 @@ def each(
 
 
 DECODES = ((64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1))  # sequences, length, new tokens
+TUNED = ((64, 2048, 1), (128, 1024, 1), (1, 32768, 1), (16, 8192, 5))
 PARTS: dict[str, Callable[[Report], None]] = {
     "decode": each(decode_attention, *DECODES, pool=Pool),
     "decode_fp8": each(decode_attention, *DECODES, pool=partial(Pool, fp8=True)),

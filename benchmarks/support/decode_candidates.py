@@ -15,7 +15,7 @@ from engine.kernels.paged_decode import DecodeTile
 
 WORKERS = 12
 BEST = 4  # How many results of the first stage the second one varies.
-SHOWN = 12  # Rows of a printed table.
+SHOWN = 9  # Rows of a printed table.
 PREFETCHES = (16, 64)
 
 
@@ -69,7 +69,7 @@ def variants(tile: DecodeTile) -> list[DecodeTile]:
 
 
 def first_stage(fp8: bool, several: bool, sequences: int) -> list[Candidate]:
-    shares = (64, 128, 256) if sequences == 1 else (256, 384, 512)
+    shares = (64, 128, 256) if sequences == 1 else (256, 384) if several else (256, 384, 512)
     tiles = TILES[fp8, several]
     today = Candidate(tiles[0], 128 if sequences == 1 else 256)
     return [today, *(Candidate(replace(tile, fused=True), count) for tile in tiles for count in shares)]

@@ -65,7 +65,9 @@ def _plan_kernel(
 
 
 @triton.jit
-def _prefetch(pool, base_k, table, begin, stop, length, BLOCKS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr):
+def _prefetch(
+    pool, base_k, table, begin, stop, length, BLOCKS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr
+):
     """Brings the first BLOCKS blocks of a share into the L2 cache. They need not be complete: L2 stays coherent."""
     i = tl.arange(0, 2 * BLOCKS)
     pos = begin * BN + i // 2 * BS
@@ -114,7 +116,7 @@ def _merge_parts(
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_row"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "table_row"])
 def _decode_kernel(
     q, pool, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse, arrived, q_row, q_head, table_row, out_row,
     out_head, num_seqs, num_programs, window, first_key, scale_log2, cap,
@@ -216,7 +218,7 @@ def _decode_kernel(
         b += (head * tile_count + first + count == HEADS * tile_count).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
 def _merge_kernel(
     cum, cu_q, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
@@ -459,4 +461,4 @@ def _merge_shape(programs: int, pairs: int, rows: int, dim: int) -> tuple[int, i
 def _merge_splits(programs: int, pairs: int, numbers: int, threads: int) -> int:
     """Returns how many parts of `numbers` numbers a fused merge loads at once: all of a pair, or 64 numbers a thread."""
     parts = int(triton.next_power_of_2(triton.cdiv(programs, pairs) + 1))
-    return max(2, min(parts, 64 * threads // numbers))
+    return max(4, min(parts, 64 * threads // numbers))
