@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -233,13 +234,13 @@ class DecodeCase:
 
     def error(self, out: Tensor) -> float:
         """Returns the largest error of the first, a middle and the last sequence over layer 0."""
-        worst = 0.0
+        errors: list[float] = []
         for b in (0, self.seqs // 2, self.seqs - 1):
             rows = slice(b * self.new, (b + 1) * self.new)
             if b not in self._references:
                 self._references[b] = self.pool.reference(self.q[rows], self.tables[b], self.length)
-            worst = max(worst, error(out[rows], self._references[b]))
-        return worst
+            errors.append(error(out[rows], self._references[b]))
+        return max(errors, key=lambda x: (math.isnan(x), x))
 
 
 def decode_attention(report: Report, pool: Pool, seqs: int, length: int, new: int) -> None:
@@ -283,19 +284,18 @@ def tune_decode(report: Report) -> None:
                 worst = case.error(out)
                 time_s = seconds(launch, 16, 7)
                 out.fill_(float("nan"))
-                launch(0)  # after the replays: their merges must have left no trace
-                return Result(candidate, time_s, max(worst, case.error(out)))
+                launch(0)  # after the replays
+                return Result(candidate, time_s, worst if case.error(out) <= worst else float("nan"))
 
             name = f"{'e4m3' if fp8 else 'bf16'} {seqs}x{length}, {new} new"
             kind = (fp8, new > 1, seqs)
             ranking = decode_candidates.search(name, measure, kind, case.moved, report.copy_gb_s)
             behind_rope = rope_before(case)
-            for prefetch in (0, 64):
-                best = [r for r in ranking if r.candidate.tile.prefetch == prefetch][:1]
-                for result in best:
+            for early in (False, True):
+                for result in [r for r in ranking if r.candidate.tile.early == early][:1]:
                     launch, _ = case.launch(result.candidate.tile, result.candidate.shares)
                     time_s = seconds(behind_rope(launch), 16, 7)
-                    print(f"  behind RoPE, prefetch {prefetch}: {time_s * 1e6:.2f} us", flush=True)
+                    print(f"  behind RoPE, {'early' if early else 'late'}: {time_s * 1e6:.2f} us", flush=True)
 
 
 def compile_candidates(worker: int) -> None:

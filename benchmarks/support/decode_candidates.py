@@ -1,7 +1,7 @@
 """Candidates for the tile of split-KV attention, and the search that times them.
 
-The search has two stages. The first times every tile with several numbers of shares, with a fused merge and without
-prefetch. The second varies merge, prefetch and shares of the best ones. Worker processes compile all kernels first.
+The search has two stages. The first times every tile with several numbers of shares. The second varies prefetch,
+the launch after the merge and the shares of the best ones. Worker processes compile all kernels first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from engine.kernels.paged_decode import DecodeTile
 
 WORKERS = 12
 BEST = 4  # How many results of the first stage the second one varies.
-SHOWN = 9  # Rows of a printed table.
-PREFETCHES = (16, 64)
+SHOWN = 8  # Rows of a printed table.
+PREFETCHES = (8, 16)
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Result:
         tile, share = self.candidate.tile, moved / copy_gb_s / 1e9 / self.seconds
         kind = "warp" if tile.per_warp else "block"
         shape = f"{kind:<5} {tile.keys:>4} keys {tile.stages:>2} stages {tile.warps} warps {tile.max_registers or '-':>4} regs"
-        merge = f"{'fused' if tile.fused else 'apart'} prefetch {tile.prefetch:>3}"
-        return f"  {self.seconds * 1e6:8.2f} us {share:6.3f}  {shape} {merge} {self.candidate.shares:>4} shares  {self.error:.1e}"
+        rest = f"{'early' if tile.early else 'late '} prefetch {tile.prefetch:>2} {self.candidate.shares:>4} shares"
+        return f"  {self.seconds * 1e6:8.2f} us {share:6.3f}  {shape} {rest}  {self.error:.1e}"
 
 
 def _per_warp(*shapes: tuple[int, int, int, int | None]) -> list[DecodeTile]:
@@ -48,40 +48,40 @@ TILES = {
     (True, False): [
         DecodeTile(128, 6),
         *_per_warp(
-            (128, 4, 4, None), (128, 6, 4, None), (128, 8, 4, None), (128, 4, 4, 168), (128, 6, 4, 168),
-            (256, 4, 4, None), (256, 6, 4, None), (256, 4, 8, None), (256, 6, 8, None),
-            (64, 6, 2, None), (64, 8, 2, None), (64, 6, 2, 168), (64, 6, 4, None),
+            (64, 4, 2, None), (64, 6, 2, None), (64, 8, 2, None), (64, 4, 2, 168), (64, 6, 2, 168), (64, 6, 2, 128),
+            (128, 4, 4, None), (128, 6, 4, None), (128, 6, 4, 168), (128, 4, 4, 128), (32, 6, 1, 168),
+            (128, 6, 2, None), (128, 4, 2, None), (256, 4, 4, None),
         ),
     ],
     (False, False): [
         DecodeTile(64, 6),
-        *_per_warp((128, 4, 4, None), (128, 6, 4, None), (64, 6, 2, None), (64, 8, 2, None), (64, 6, 4, None)),
+        *_per_warp((64, 4, 2, None), (64, 6, 2, None), (64, 4, 2, 168), (64, 6, 4, None), (128, 4, 4, None)),
     ],
-    (True, True): [DecodeTile(128, 6), *_per_warp((128, 6, 4, None), (256, 4, 8, None))],
-    (False, True): [DecodeTile(128, 4), *_per_warp((128, 4, 4, None))],
+    (True, True): [DecodeTile(128, 6), *_per_warp((128, 6, 4, None), (64, 6, 2, None), (128, 4, 4, None))],
+    (False, True): [DecodeTile(128, 4), *_per_warp((128, 4, 4, None), (64, 4, 2, None))],
 }  # fmt: skip
 
 
 def variants(tile: DecodeTile) -> list[DecodeTile]:
-    """Returns the tile with every way to merge and to prefetch."""
-    fused = replace(tile, fused=True)
-    return [tile, fused, *(replace(fused, prefetch=blocks) for blocks in PREFETCHES)]
+    """Returns the tile with several ways to start early."""
+    return [tile, replace(tile, early=True), *(replace(tile, early=True, prefetch=blocks) for blocks in PREFETCHES)]
 
 
 def first_stage(fp8: bool, several: bool, sequences: int) -> list[Candidate]:
-    shares = (64, 128, 256) if sequences == 1 else (256, 384) if several else (256, 384, 512)
+    shares = (128, 256, 512) if sequences == 1 else (256, 512) if several else (256, 384, 512, 768)
     tiles = TILES[fp8, several]
     today = Candidate(tiles[0], 128 if sequences == 1 else 256)
-    return [today, *(Candidate(replace(tile, fused=True), count) for tile in tiles for count in shares)]
+    return [today, *(Candidate(tile, count) for tile in tiles for count in shares)]
 
 
 def second_stage(best: list[Result], sequences: int) -> list[Candidate]:
-    extra = (128, 132, 192, 264) if sequences == 1 else (264, 396)
     found: dict[Candidate, None] = {}
     for result in best:
-        for tile in variants(replace(result.candidate.tile, fused=False)):
-            for count in (result.candidate.shares, *(extra if tile.fused and not tile.prefetch else ())):
-                found[Candidate(tile, count)] = None
+        shares = result.candidate.shares
+        for tile in variants(result.candidate.tile):
+            found[Candidate(tile, shares)] = None
+        for count in (64, 264, 384) if sequences == 1 else (shares + shares // 32,):
+            found[Candidate(result.candidate.tile, count)] = None
     return list(found)
 
 

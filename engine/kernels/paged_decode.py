@@ -118,14 +118,13 @@ def _merge_parts(
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "table_row"])
 def _decode_kernel(
-    q, pool, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse, arrived, q_row, q_head, table_row, out_row,
+    q, pool, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse, q_row, q_head, table_row, out_row,
     out_head, num_seqs, num_programs, window, first_key, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
-    ONE: tl.constexpr, WARPS: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    ONE: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes one share. WARPS > 0: by `warp_tiles`. ROWS > 0: merges split pairs itself, ROWS rows of a tile."""
+    """Computes one share. WARPS > 0: by `warp_tiles`. A tile of queries has N rows of the M that it has in `part`."""
     pid = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
     shares = tl.maximum(tl.minimum(num_programs, work), 1)
@@ -133,7 +132,7 @@ def _decode_kernel(
     end = tl.minimum((pid + 1) * work // shares, work).to(tl.int32)
     b = tl.load(first_seq + pid)
 
-    m = tl.program_id(0) * M + tl.arange(0, M)
+    m = tl.program_id(0) * M + tl.arange(0, N)
     d = tl.arange(0, DP)
     d_ok = d < D
     if PREFETCH > 0:
@@ -174,17 +173,17 @@ def _decode_kernel(
         if WARPS > 0:
             acc, total, best = warp_tiles(
                 q_rows, m_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
-                M, D, DP, BS, BN, STAGES, CAP, FP8, NATIVE, ONE, WARPS,
+                N, D, DP, BS, BN, STAGES, CAP, FP8, NATIVE, ONE, WARPS,
             )  # fmt: skip
         elif FP8:
             acc, total, best = tiles_e4m3(
                 q_rows, m_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
-                M, D, DP, BS, BN, STAGES, CAP, NATIVE,
+                N, D, DP, BS, BN, STAGES, CAP, NATIVE,
             )  # fmt: skip
         else:
             acc, total, best = tiles(
                 q_rows, m_ok, pool, base_k, table, scale_log2, cap, begin, stop, length, position, floor,
-                M, D, DP, BS, BN, STAGES, CAP,
+                N, D, DP, BS, BN, STAGES, CAP,
             )  # fmt: skip
 
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -198,22 +197,6 @@ def _decode_kernel(
             slot = (2 * pid + (first == 0).to(tl.int32)).to(tl.int64) * (tl.num_programs(0) * M)
             tl.store(part_lse + slot + m, tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), EMPTY))
             tl.store(part + (slot + m)[:, None] * DP + d[None, :], acc, mask=m_ok[:, None])
-            if ROWS > 0:
-                start = (base + head * tile_count).to(tl.int64)
-                p0 = (((start + 1) * shares - 1) // work).to(tl.int32)
-                p1 = (((start + tile_count) * shares - 1) // work).to(tl.int32)
-                # Of all pairs whose parts start in share p0, one goes on in the next share, so p0 names the pair.
-                counter = arrived + tl.program_id(0) * num_programs + p0
-                tl.debug_barrier()  # the stores of all warps come before the count, which releases them
-                if tl.atomic_add(counter, 1, sem="acq_rel") == p1 - p0:
-                    tl.store(counter, 0)  # for the next launch
-                    r = tl.program_id(0) * M + tl.arange(0, ROWS)
-                    r_ok = r // GROUP < queries
-                    slot_rows = tl.num_programs(0) * M
-                    merged = _merge_parts(part, part_lse, p0, p1, r, r_ok, d, slot_rows, ROWS, DP, SPLITS, DP)
-                    o_off = (q0 + r // GROUP).to(tl.int64) * out_row + (head * GROUP + r % GROUP) * out_head
-                    ok = r_ok[:, None] & d_ok[None, :]
-                    tl.store(out + o_off[:, None] + d[None, :], merged.to(out.dtype.element_ty), mask=ok)
         cursor += count
         b += (head * tile_count + first + count == HEADS * tile_count).to(tl.int32)
 
@@ -222,8 +205,10 @@ def _decode_kernel(
 def _merge_kernel(
     cum, cu_q, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
-    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL and EARLY:  # the next kernel waits for this one, which waits for the parts
+        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0)
     head = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
@@ -253,8 +238,8 @@ class DecodeTile:
     stages: int  # Number of stages of the software pipeline.
     warps: int = 4  # Number of warps of a program.
     per_warp: bool = False  # Each warp has keys and a softmax of its own (`warp_tiles`).
-    fused: bool = False  # The last program of a split pair merges its parts. False: a second launch merges all pairs.
     prefetch: int = 0  # Blocks of a share that are fetched to L2 before the kernel before this one has ended.
+    early: bool = False  # The merge allows the next launch before the decode kernel has ended.
     max_registers: int | None = None  # Registers of a thread. None: the compiler decides.
 
 
@@ -276,7 +261,6 @@ class DecodeWorkspace:
     row_tile: int  # Number of rows in a tile of queries; divides `rows`.
     part: Tensor  # fp32 [2 * num_programs, rows, padded head dim], normalised weighted sums of values.
     part_lse: Tensor  # fp32 [2 * num_programs, rows], log-sum-exp in units of log2.
-    arrived: Tensor  # int32 [row tiles, num_programs], zeros between launches: how many parts of a pair are stored.
 
 
 def _padded(head_dim: int) -> int:
@@ -300,8 +284,7 @@ def decode_workspace(
     programs = max(1, num_programs // row_tiles)
     part = torch.empty(2 * programs, row_tiles * row_tile, dim, dtype=torch.float32, device=device)
     part_lse = torch.empty(2 * programs, row_tiles * row_tile, dtype=torch.float32, device=device)
-    arrived = torch.zeros(row_tiles, programs, dtype=torch.int32, device=device)
-    return DecodeWorkspace(programs, row_tile, part, part_lse, arrived)
+    return DecodeWorkspace(programs, row_tile, part, part_lse)
 
 
 def decode_tile(rows: int, head_dim: int, itemsize: int) -> DecodeTile:
@@ -420,25 +403,23 @@ def paged_decode(
     tile, pairs, query_rows = plan.tile, num_seqs * num_kv_heads, group * max_query
     pdl, block_bytes = pdl_args(q.device), layer.block_size * dim * layer.kv.element_size()
     prefetch = tile.prefetch if pdl["PDL"] and layer.kv.stride(3) == dim and block_bytes % 16 == 0 else 0
-    merged = min(row_tile, int(triton.next_power_of_2(query_rows)))
+    rows_in_tile = min(row_tile, max(8, int(triton.next_power_of_2(query_rows)))) if tile.per_warp else row_tile
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     _decode_kernel[(rows // row_tile, programs)](
         q, pool_args(layer, torch.int32, torch.int16), block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out,
-        workspace.part, workspace.part_lse, workspace.arrived, *q.stride()[:2], block_tables.stride(0),
+        workspace.part, workspace.part_lse, *q.stride()[:2], block_tables.stride(0),
         *out.stride()[:2], num_seqs, programs, plan.window, first, *softcap_args(scale, softcap),
         HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=tile.keys,
         STAGES=tile.stages, FP8=layer.scales is not None, CAP=softcap > 0, NATIVE=has_native_e4m3(),
-        ONE=max_query == 1, WARPS=tile.warps if tile.per_warp else 0, PREFETCH=prefetch,
-        ROWS=merged if tile.fused else 0, SPLITS=_merge_splits(programs, pairs, merged * dim_padded, 32 * tile.warps),
+        ONE=max_query == 1, N=rows_in_tile, WARPS=tile.warps if tile.per_warp else 0, PREFETCH=prefetch,
         num_warps=tile.warps, **options, **pdl,
     )  # fmt: skip
-    if tile.fused:
-        return out
     splits, merged, dims = _merge_shape(programs, pairs, query_rows, dim_padded)
     _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(query_rows, merged) * (dim_padded // dims))](
         plan.cum, cu_q, out, workspace.part, workspace.part_lse, out.stride(0), out.stride(1), num_seqs, programs,
         HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded,
-        num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl,
+        EARLY=tile.early, num_warps=1 if splits * merged * dims <= MERGE_TILE else 4,
+        **pdl,
     )  # fmt: skip
     return out
 
@@ -456,9 +437,3 @@ def _merge_shape(programs: int, pairs: int, rows: int, dim: int) -> tuple[int, i
     while dims > 64 and parts * tile * dims > MERGE_TILE:
         dims //= 2
     return parts, tile, dims
-
-
-def _merge_splits(programs: int, pairs: int, numbers: int, threads: int) -> int:
-    """Returns how many parts of `numbers` numbers a fused merge loads at once: all of a pair, or 64 numbers a thread."""
-    parts = int(triton.next_power_of_2(triton.cdiv(programs, pairs) + 1))
-    return max(4, min(parts, 64 * threads // numbers))
