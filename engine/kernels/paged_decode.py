@@ -239,7 +239,7 @@ def decode_workspace(
 
 
 def decode_tile(rows: int, head_dim: int, itemsize: int, shared_bytes: int, num_seqs: int) -> DecodeTile:
-    """Returns the tile that was fastest on an H200 (`docs/kernels.md`) among those that leave room for a second program.
+    """Returns the tile that was fastest on an H200 (`docs/kernels.md`). It leaves room for a second program.
 
     Args:
         rows: rows of a tile of queries.
