@@ -1,4 +1,4 @@
-"""Candidates for the tile of split-KV attention, and the search that times them. Worker processes compile them first."""
+"""Candidates for the tile of split-KV attention and the search that times them. Worker processes compile first."""
 
 from __future__ import annotations
 
