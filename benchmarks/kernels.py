@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import decode_candidates
 from benchmarks.support import report as report_file
-from benchmarks.support.decode_candidates import Candidate, Result
+from benchmarks.support.decode_candidates import Result
 from benchmarks.support.limits import copy_seconds, device_seconds, median_seconds
 from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
@@ -216,13 +216,11 @@ class DecodeCase:
         """Bytes of keys and values."""
         return self.seqs * self.length * self.pool.token_bytes
 
-    def launch(self, tile: DecodeTile | None = None, shares: int | None = None) -> tuple[Callable[[int], None], Tensor]:
+    def launch(self, tile: DecodeTile | None = None) -> tuple[Callable[[int], None], Tensor]:
         """Returns a function that attends over one layer, and its output, NaN before the first launch."""
-        programs = max(concurrent_programs(DEVICE), shares or 0)
-        space = decode_workspace(programs, HEADS, KV_HEADS, self.new, DIM, DEVICE)
-        options = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "itemsize": self.pool.itemsize}
-        shares = shares and min(shares, space.num_programs)
-        plan = plan_decode(self.cu_q, self.lens, space, tile=tile, programs=shares, **options)
+        space = decode_workspace(concurrent_programs(DEVICE), HEADS, KV_HEADS, self.new, DIM, DEVICE)
+        sizes = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "itemsize": self.pool.itemsize}
+        plan = plan_decode(self.cu_q, self.lens, space, tile=tile, **sizes)
         out = poisoned(self.seqs * self.new, HEADS, DIM)
         rows = self.tables, self.cu_q, self.lens, plan, space
         torch.cuda.synchronize()
@@ -254,60 +252,31 @@ def decode_attention(report: Report, pool: Pool, seqs: int, length: int, new: in
     report.bytes(f"{name} attention", f"{seqs}x{length}{tokens}{bits}", seconds(launch), case.moved, worst, key)
 
 
-def rope_before(case: DecodeCase) -> Callable[[Callable[[int], None]], Callable[[int], None]]:
-    """Returns what puts a launch behind the kernel that comes before it in a model. Its rotation changes nothing."""
-    rows = case.seqs * case.new
-    qkv, slots = normal(rows, (HEADS + 2 * KV_HEADS) * DIM), torch.arange(rows, device=DEVICE)
-    cos = torch.ones(rows, DIM // 2, device=DEVICE)
-    sin = torch.zeros_like(cos)
-
-    def behind(attend: Callable[[int], None]) -> Callable[[int], None]:
-        def both(i: int) -> None:
-            rope_kv_write(qkv, case.pool.layer(i), slots, slots, cos, sin, num_heads=HEADS)
-            attend(i)
-
-        return both
-
-    return behind
-
-
 def tune_decode(report: Report) -> None:
-    """Searches the tiles of split-KV attention, and prints how the best ones do behind another kernel."""
+    """Searches the tiles of split-KV attention."""
     for fp8 in (True, False):
         pool = Pool(fp8=fp8)
-        for seqs, length, new in TUNED:
+        for seqs, length, new in DECODES:
             case = DecodeCase(pool, seqs, length, new)
 
-            def measure(candidate: Candidate, case: DecodeCase = case) -> Result:
-                launch, out = case.launch(candidate.tile, candidate.shares)
+            def measure(tile: DecodeTile, case: DecodeCase = case) -> Result:
+                launch, out = case.launch(tile)
                 launch(0)
                 worst = case.error(out)
-                time_s = seconds(launch, 16, 7)
-                out.fill_(float("nan"))
-                launch(0)  # after the replays
-                return Result(candidate, time_s, worst if case.error(out) <= worst else float("nan"))
+                return Result(tile, seconds(launch, 16, 7), worst)
 
             name = f"{'e4m3' if fp8 else 'bf16'} {seqs}x{length}, {new} new"
-            kind = (fp8, new > 1, seqs)
-            ranking = decode_candidates.search(name, measure, kind, case.moved, report.copy_gb_s)
-            behind_rope = rope_before(case)
-            for early in (False, True):
-                for result in [r for r in ranking if r.candidate.tile.early == early][:1]:
-                    launch, _ = case.launch(result.candidate.tile, result.candidate.shares)
-                    time_s = seconds(behind_rope(launch), 16, 7)
-                    print(f"  behind RoPE, {'early' if early else 'late'}: {time_s * 1e6:.2f} us", flush=True)
+            decode_candidates.search(name, measure, (fp8, new > 1), case.moved, report.copy_gb_s)
 
 
 def compile_candidates(worker: int) -> None:
     """Compiles one worker's part of the candidates by launching each once over a pool of zeros."""
     for fp8 in (True, False):
-        pool, jobs = Pool(fp8=fp8, random=False), []
-        for seqs, length, new in ((64, 2048, 1), (1, 32768, 1), (16, 8192, 5)):
-            tiles = decode_candidates.TILES[fp8, new > 1]
-            jobs += [(seqs, length, new, one) for tile in tiles for one in decode_candidates.variants(tile)]
-        for seqs, length, new, tile in jobs[worker :: decode_candidates.WORKERS]:
+        pool = Pool(fp8=fp8, random=False)
+        jobs = [(new, tile) for new in (1, 5) for tile in decode_candidates.TILES[fp8, new > 1]]
+        for new, tile in jobs[worker :: decode_candidates.WORKERS]:
             with contextlib.suppress(Exception):  # the search reports it
-                DecodeCase(pool, seqs, length, new).launch(tile, 128 if seqs == 1 else 256)[0](0)
+                DecodeCase(pool, 16, 8192, new).launch(tile)[0](0)
                 torch.cuda.synchronize()
 
 
@@ -489,7 +458,6 @@ def each(
 
 
 DECODES = ((64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1))  # sequences, length, new tokens
-TUNED = ((64, 2048, 1), (128, 1024, 1), (1, 32768, 1), (16, 8192, 5))
 PARTS: dict[str, Callable[[Report], None]] = {
     "decode": each(decode_attention, *DECODES, pool=Pool),
     "decode_fp8": each(decode_attention, *DECODES, pool=partial(Pool, fp8=True)),

@@ -146,13 +146,12 @@ def tiles_e4m3(
 @triton.jit
 def warp_tiles(
     q_rows, rows_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
-    N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAP: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, ONE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Does what `tiles` and `tiles_e4m3` do, with WARPS parts of each tile along a batch dimension, one per warp.
 
-    Triton gives each warp one index of the batch dimension of `tl.dot`, so no step of the loop crosses warps. Products
-    are transposed, K q and V p, because a matrix instruction has 16 x 8 results and the N query rows are often 4 or 8.
+    Triton gives each warp one index of the batch dimension of `tl.dot`, so no step of the loop crosses warps.
 
     With e4m3 the weights of values are 2^(score + log2(scale of V)), so the maxima include these scales. The weights
     never exceed 1, whatever the scales, and the sum of weights is corrected by the inverse scale.
@@ -162,91 +161,92 @@ def warp_tiles(
     """
     KN: tl.constexpr = BN // WARPS
     W: tl.constexpr = DP // 2 if FP8 else DP  # width of a row of the cache in elements
-    LIVE: tl.constexpr = D // 2 if FP8 else D
     math: tl.constexpr = tl.float32 if q_rows.dtype.element_ty == tl.float32 else tl.float16
     kv_token = pool.kv_token
     if D % 16 == 0:  # Triton detects strides that 16 divides only; this shows it that 8 divides the stride in pairs
         kv_token = kv_token // 8 * 8
     h = tl.arange(0, W)
     n = (tl.arange(0, WARPS) * KN)[:, None] + tl.arange(0, KN)[None, :]
-    q_ok = rows_ok[None, :] & (h < LIVE)[:, None]
     if FP8:
-        first = tl.load(q_rows[None, :] + 2 * h[:, None], mask=q_ok, other=0.0).to(tl.float32)
-        second = tl.load(q_rows[None, :] + 2 * h[:, None] + 1, mask=q_ok, other=0.0).to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+        q_ok = rows_ok[:, None] & (h < D // 2)[None, :]
+        first = tl.load(q_rows[:, None] + 2 * h[None, :], mask=q_ok, other=0.0).to(tl.float32)
+        second = tl.load(q_rows[:, None] + 2 * h[None, :] + 1, mask=q_ok, other=0.0).to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
         exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
-        row_scale = ((exponent << 23).to(tl.float32, bitcast=True) * (1.0 if CAP else scale_log2))[None, None, :]
-        q_even = tl.broadcast_to((first * inverse).to(math)[None], [WARPS, W, N])
-        q_odd = tl.broadcast_to((second * inverse).to(math)[None], [WARPS, W, N])
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        row_scale = (exponent << 23).to(tl.float32, bitcast=True) * (1.0 if CAP else scale_log2)
+        row_scale = tl.broadcast_to(row_scale[None, :, None], [WARPS, M, 1])
+        q_even = tl.broadcast_to((first * inverse).to(math)[None], [WARPS, M, W])
+        q_odd = tl.broadcast_to((second * inverse).to(math)[None], [WARPS, M, W])
     else:
-        qs = tl.load(q_rows[None, :] + h[:, None], mask=q_ok, other=0.0)
-        qs = tl.broadcast_to(qs[None], [WARPS, W, N])
+        qs = tl.load(q_rows[:, None] + h[None, :], mask=rows_ok[:, None] & (h < D)[None, :], other=0.0)
+        qs = tl.broadcast_to(qs[None], [WARPS, M, W])
 
-    best = tl.full([WARPS, N], -float("inf"), tl.float32)
-    total = tl.zeros([WARPS, N], tl.float32)
-    even = tl.zeros([WARPS, W, N], tl.float32)  # all dims if not FP8
-    odd = tl.zeros([WARPS, W, N], tl.float32)
+    best = tl.full([WARPS, M], -float("inf"), tl.float32)
+    total = tl.zeros([WARPS, M], tl.float32)
+    even = tl.zeros([WARPS, M, W], tl.float32)  # all dims if not FP8
+    odd = tl.zeros([WARPS, M, W], tl.float32)
     for t in tl.range(begin, stop, num_stages=STAGES):
         pos = t * BN + n
         inside = tl.minimum(pos, length - 1)  # keys past the end are read as the last key, and masked below
         block = tl.load(table + inside // BS).to(tl.int64)
         off = block * pool.kv_block + (inside % BS) * kv_token
-        k_src = base_k + off[:, :, None] + h[None, None, :]
         if D == DP:
-            k = tl.load(k_src)
+            k = tl.load(base_k + off[:, :, None] + h[None, None, :])
         else:
-            k = tl.load(k_src, mask=(h < LIVE)[None, None, :], other=0)
+            k = tl.load(base_k + off[:, :, None] + h[None, None, :], mask=(h < W * D // DP)[None, None, :], other=0)
         if FP8:
             pair = tl.load(base_s + block * pool.scale_block + (inside % BS) * pool.scale_token)
             k_even, k_odd = unpack(k, NATIVE)
-            s = tl.dot(k_even.to(math), q_even, input_precision="ieee")
-            s = tl.dot(k_odd.to(math), q_odd, s, input_precision="ieee")
+            s = tl.dot(q_even, tl.permute(k_even.to(math), (0, 2, 1)), input_precision="ieee")
+            s = tl.dot(q_odd, tl.permute(k_odd.to(math), (0, 2, 1)), s, input_precision="ieee")
             s *= row_scale
+            v_scale = value_scale(pair)
             bits = tl.maximum((pair >> 23) & 0xFF, LEAST_SCALE)
             # The exponent as a number: the bits of 2^23 + exponent, minus 2^23 + 127. A NaN scale stays NaN.
-            log_scale = (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0 + value_scale(pair) * 0.0
+            log_scale = (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0 + v_scale * 0.0
             v_inverse = ((254 - bits) << 23).to(tl.float32, bitcast=True)
             if CAP:
-                s = scaled_tanh(s * key_scale(pair)[:, :, None], cap) * scale_log2 + log_scale[:, :, None]
+                s = scaled_tanh(s * key_scale(pair)[:, None, :], cap) * scale_log2 + log_scale[:, None, :]
             else:
-                s = s * key_scale(pair)[:, :, None] + log_scale[:, :, None]
+                s = s * key_scale(pair)[:, None, :] + log_scale[:, None, :]
         else:
-            s = tl.dot(k, qs, input_precision="ieee")
+            s = tl.dot(qs, tl.permute(k, (0, 2, 1)), input_precision="ieee")
             if CAP:
                 s = scaled_tanh(s, cap)
             s *= scale_log2
         if ONE:
-            seen = ((pos < length) & (pos > tl.min(floor, 0)))[:, :, None]  # the first row is of the new token
+            seen = ((pos < length) & (pos > tl.min(floor, 0)))[:, None, :]  # the first row is of the new token
         else:
-            seen = (pos[:, :, None] <= position[None, None, :]) & (pos[:, :, None] > floor[None, None, :])
+            seen = (pos[:, None, :] <= position[None, :, None]) & (pos[:, None, :] > floor[None, :, None])
         s = tl.where(seen, s, -float("inf"))
-        top = tl.maximum(best, tl.max(s, 1))
+        top = tl.maximum(best, tl.max(s, 2))
         safe = tl.where(top == -float("inf"), 0.0, top)
         shrink = tl.exp2(best - safe)
         best = top
-        # Transposed by its addresses: a transposed register tile would go through shared memory a second time.
-        v_src = base_k + pool.kv_which + off[:, None, :] + h[None, :, None]
         if D == DP:
-            v = tl.load(v_src)
+            v = tl.load(base_k + pool.kv_which + off[:, :, None] + h[None, None, :])
         else:
-            v = tl.load(v_src, mask=(h < LIVE)[None, :, None], other=0)
+            v = tl.load(
+                base_k + pool.kv_which + off[:, :, None] + h[None, None, :],
+                mask=(h < W * D // DP)[None, None, :], other=0,
+            )  # fmt: skip
         if FP8:
-            p = tl.exp2(s - (safe - WEIGHT_BITS)[:, None, :])
-            total = total * shrink + tl.sum(p * v_inverse[:, :, None], 1)
+            p = tl.exp2(s - (safe - WEIGHT_BITS)[:, :, None])
+            total = total * shrink + tl.sum(p * v_inverse[:, None, :], 2)
             v_even, v_odd = unpack(v, NATIVE)
-            even = tl.dot(v_even.to(math), p.to(math), even * shrink[:, None, :], input_precision="ieee")
-            odd = tl.dot(v_odd.to(math), p.to(math), odd * shrink[:, None, :], input_precision="ieee")
+            even = tl.dot(p.to(math), v_even.to(math), even * shrink[:, :, None], input_precision="ieee")
+            odd = tl.dot(p.to(math), v_odd.to(math), odd * shrink[:, :, None], input_precision="ieee")
         else:
-            p = tl.exp2(s - safe[:, None, :])
-            total = total * shrink + tl.sum(p, 1)
-            even = tl.dot(v, p.to(v.dtype), even * shrink[:, None, :], input_precision="ieee")
+            p = tl.exp2(s - safe[:, :, None])
+            total = total * shrink + tl.sum(p, 2)
+            even = tl.dot(p.to(v.dtype), v, even * shrink[:, :, None], input_precision="ieee")
 
     top = tl.max(best, 0)
     weight = tl.exp2(best - tl.where(top == -float("inf"), 0.0, top)[None, :])
     total = tl.sum(total * weight, 0)
-    acc = tl.trans(tl.sum(even * weight[:, None, :], 0))
+    acc = tl.sum(even * weight[:, :, None], 0)
     if FP8:
-        acc = tl.interleave(acc, tl.trans(tl.sum(odd * weight[:, None, :], 0)))
+        acc = tl.interleave(acc, tl.sum(odd * weight[:, :, None], 0))
         top -= WEIGHT_BITS
     return acc, total, top

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import card
 from engine.kernels.decode_tiles import EMPTY, add_sink, softcap_args, tiles, tiles_e4m3, warp_tiles
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.pool import has_native_e4m3, pool_args
@@ -28,7 +29,10 @@ from engine.kv.kv_pool import LayerKV
 
 MAX_QUERY = 8  # Largest number of new tokens of a sequence.
 MAX_ROWS = 64  # Largest number of rows in a tile of queries. Head dims above 128 use half of it.
-SHARED_BYTES = 96 * 1024  # Bytes of shared memory of a program for keys and values in flight. Two programs share an SM.
+#: Bytes of shared memory of a program for keys and values in flight, where an SM has those of an H100.
+#: Two programs share an SM.
+SHARED_BYTES = 96 * card.KIB
+SHARED_BYTES_OF_H100 = card.SHARED_BYTES[90]
 MERGE_TILE = 2048  # How many numbers of partial results one program of the merge holds at once.
 MERGE_PROGRAMS = 512  # Number of programs of a merge, if its work can be split into this many.
 
@@ -64,71 +68,15 @@ def _plan_kernel(
     tl.store(first_seq + pid, tl.sum((live & (ends <= start)).to(tl.int32), 0))
 
 
-@triton.jit
-def _prefetch(
-    pool, base_k, table, begin, stop, length, BLOCKS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr
-):
-    """Brings the first BLOCKS blocks of a share into the L2 cache. They need not be complete: L2 stays coherent."""
-    i = tl.arange(0, 2 * BLOCKS)
-    pos = begin * BN + i // 2 * BS
-    ok = pos < tl.minimum(stop * BN, length)
-    block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
-    place = (base_k + block * pool.kv_block + i % 2 * pool.kv_which).to(tl.int64)
-    size = tl.where(ok, BS * D * (pool.kv.dtype.element_ty.primitive_bitwidth // 8), 0)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred live;
-        setp.ne.b32 live, $2, 0;
-        @live cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [place, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _merge_parts(
-    part, part_lse, p0, p1, m, m_ok, d, slot_rows,
-    ROWS: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """Merges the parts of the shares p0..p1, of the rows m and the dims d.
-
-    Returns the weighted sum of values, the sum of weights, the maxima, as the loops over tiles do.
-    """
-    i = tl.arange(0, SPLITS)
-    best = tl.full([ROWS], EMPTY, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    for p in range(p0, p1 + 1, SPLITS):
-        ok = (p + i <= p1)[:, None] & m_ok[None, :]
-        slot = ((2 * (p + i) + (p + i == p0)) * slot_rows)[:, None] + m[None, :]
-        # The parts come from other SMs, so this SM's L1 cache is passed over.
-        lse = tl.load(part_lse + slot, mask=ok, other=EMPTY, cache_modifier=".cg")
-        place = part + slot[:, :, None] * DP + d[None, None, :]
-        rows = tl.load(place, mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
-        top = tl.maximum(best, tl.max(lse, 0))
-        weight = tl.where(lse > EMPTY, tl.exp2(lse - top[None, :]), 0.0)
-        shrink = tl.exp2(best - top)
-        acc = acc * shrink[:, None] + tl.sum(rows * weight[:, :, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
-        best = top
-    return acc, total, best
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "table_row"])
+@triton.jit(do_not_specialize=["num_seqs", "table_row"])
 def _decode_kernel(
     q, pool, tables, cu_q, seq_lens, cum, first_seq, sinks, out, part, part_lse, q_row, q_head, table_row, out_row,
     out_head, num_seqs, num_programs, window, first_key, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
-    SINKS: tl.constexpr, ONE: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    SINKS: tl.constexpr, ONE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes one share. WARPS > 0: by `warp_tiles`. A tile of queries has N rows of the M that it has in `part`."""
+    """Computes one share. WARPS > 0: each warp has keys of its own."""
     pid = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
     shares = tl.maximum(tl.minimum(num_programs, work), 1)
@@ -136,21 +84,9 @@ def _decode_kernel(
     end = tl.minimum((pid + 1) * work // shares, work).to(tl.int32)
     b = tl.load(first_seq + pid)
 
-    m = tl.program_id(0) * M + tl.arange(0, N)
+    m = tl.program_id(0) * M + tl.arange(0, M)
     d = tl.arange(0, DP)
     d_ok = d < D
-    if PREFETCH > 0:
-        if cursor < end:
-            base = tl.load(cum + b)
-            tile_count = (tl.load(cum + b + 1) - base) // HEADS
-            length = tl.load(seq_lens + b)
-            queries = tl.load(cu_q + b + 1) - tl.load(cu_q + b)
-            begin = tl.where(window > 0, tl.maximum(length - queries - window + 1, 0), 0) // BN
-            begin += (cursor - base) % tile_count
-            base_k = pool.kv + ((cursor - base) // tile_count).to(tl.int64) * pool.kv_head
-            stop = begin + tl.minimum(tile_count - (cursor - base) % tile_count, end - cursor)
-            table = tables + b.to(tl.int64) * table_row
-            _prefetch(pool, base_k, table, begin, stop, length, PREFETCH, D // 2 if FP8 else D, BS, BN)
     # The plan is older than the kernel before this one, but q and the new keys come from that kernel.
     wait_for_previous(PDL)
     while cursor < end:
@@ -171,23 +107,23 @@ def _decode_kernel(
         q_rows = q + (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
         table = tables + b.to(tl.int64) * table_row
         base_k = pool.kv + head.to(tl.int64) * pool.kv_head
-        base_s = pool.scales + head.to(tl.int64) * pool.scale_head
         begin = low + first
-        stop = tl.where(tl.program_id(0) * M < queries * GROUP, begin + count, begin)  # without rows: no tiles
+        stop = tl.where(tl.program_id(0) * M < queries * GROUP, begin + count, begin)  # without rows: no tile_count
+        base_s = pool.scales + head.to(tl.int64) * pool.scale_head
         if WARPS > 0:
             acc, total, best = warp_tiles(
                 q_rows, m_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
-                N, D, DP, BS, BN, STAGES, CAP, FP8, NATIVE, ONE, WARPS,
+                M, D, DP, BS, BN, STAGES, CAP, FP8, NATIVE, ONE, WARPS,
             )  # fmt: skip
         elif FP8:
             acc, total, best = tiles_e4m3(
                 q_rows, m_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
-                N, D, DP, BS, BN, STAGES, CAP, NATIVE,
+                M, D, DP, BS, BN, STAGES, CAP, NATIVE,
             )  # fmt: skip
         else:
             acc, total, best = tiles(
                 q_rows, m_ok, pool, base_k, table, scale_log2, cap, begin, stop, length, position, floor,
-                N, D, DP, BS, BN, STAGES, CAP,
+                M, D, DP, BS, BN, STAGES, CAP,
             )  # fmt: skip
 
         divisor = tl.where(total > 0, total, 1.0)
@@ -208,32 +144,43 @@ def _decode_kernel(
         b += (head * tile_count + first + count == HEADS * tile_count).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+@triton.jit(do_not_specialize=["num_seqs"])
 def _merge_kernel(
     cum, cu_q, sinks, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
-    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL and EARLY:  # the next kernel waits for this one, which waits for the parts
-        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0)
     head = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
     base = tl.load(cum + b)
-    tile_count = (tl.load(cum + b + 1) - base) // HEADS
+    tiles = (tl.load(cum + b + 1) - base) // HEADS
     shares = tl.minimum(num_programs, work)
     work = tl.maximum(work, 1)  # a step without rows has no shares
-    start = (base + head * tile_count).to(tl.int64)
+    start = (base + head * tiles).to(tl.int64)
     p0 = (((start + 1) * shares - 1) // work).to(tl.int32)
-    p1 = (((start + tile_count) * shares - 1) // work).to(tl.int32)
+    p1 = (((start + tiles) * shares - 1) // work).to(tl.int32)
     q0 = tl.load(cu_q + b)
     m = tl.program_id(2) // (DP // DIMS) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(2) % (DP // DIMS) * DIMS + tl.arange(0, DIMS)
     m_ok = m // GROUP < tl.load(cu_q + b + 1) - q0
     wait_for_previous(PDL)
     if p0 != p1:
-        acc, total, best = _merge_parts(part, part_lse, p0, p1, m, m_ok, d, M, ROWS, DIMS, SPLITS, DP)
+        i = tl.arange(0, SPLITS)
+        best = tl.full([ROWS], EMPTY, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
+        for p in range(p0, p1 + 1, SPLITS):
+            ok = (p + i <= p1)[:, None] & m_ok[None, :]
+            slot = ((2 * (p + i) + (p + i == p0)) * M)[:, None] + m[None, :]
+            lse = tl.load(part_lse + slot, mask=ok, other=EMPTY)
+            rows = tl.load(part + slot[:, :, None] * DP + d[None, None, :], mask=ok[:, :, None], other=0.0)
+            top = tl.maximum(best, tl.max(lse, 0))
+            weight = tl.where(lse > EMPTY, tl.exp2(lse - top[None, :]), 0.0)
+            shrink = tl.exp2(best - top)
+            acc = acc * shrink[:, None] + tl.sum(rows * weight[:, :, None], 0)
+            total = total * shrink + tl.sum(weight, 0)
+            best = top
         if SINKS:  # once per row, not once per part
             total = add_sink(total, best, sinks, head * GROUP + m % GROUP)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -246,12 +193,10 @@ class DecodeTile:
     """How a program of the split-KV kernel computes its share."""
 
     keys: int  # Number of keys in a tile.
-    stages: int  # Number of stages of the software pipeline.
+    stages: int  # Number of stages of the software pipeline. Block ids take half of them.
     warps: int = 4  # Number of warps of a program.
     per_warp: bool = False  # Each warp has keys and a softmax of its own (`warp_tiles`).
-    prefetch: int = 0  # Blocks of a share that are fetched to L2 before the kernel before this one has ended.
-    early: bool = False  # The merge allows the next launch before the decode kernel has ended.
-    max_registers: int | None = None  # Registers of a thread. None: the compiler decides.
+    shares: float = 1.0  # Number of shares over `DecodeWorkspace.num_programs`, up to 2.
 
 
 @dataclass(frozen=True)
@@ -268,10 +213,10 @@ class DecodePlan:
 class DecodeWorkspace:
     """The buffers for the partial results of one launch, reused by all layers."""
 
-    num_programs: int  # Number of shares of a launch.
+    num_programs: int  # Number of programs of four warps that run at once.
     row_tile: int  # Number of rows in a tile of queries; divides `rows`.
-    part: Tensor  # fp32 [2 * num_programs, rows, padded head dim], normalised weighted sums of values.
-    part_lse: Tensor  # fp32 [2 * num_programs, rows], log-sum-exp in units of log2.
+    part: Tensor  # fp32 [4 * num_programs, rows, padded head dim], normalised weighted sums of values.
+    part_lse: Tensor  # fp32 [4 * num_programs, rows], log-sum-exp in units of log2.
 
 
 def _padded(head_dim: int) -> int:
@@ -293,24 +238,35 @@ def decode_workspace(
     row_tile = min(max(16, triton.next_power_of_2(rows)), MAX_ROWS if dim <= 128 else MAX_ROWS // 2)
     row_tiles = triton.cdiv(rows, row_tile)
     programs = max(1, num_programs // row_tiles)
-    part = torch.empty(2 * programs, row_tiles * row_tile, dim, dtype=torch.float32, device=device)
-    part_lse = torch.empty(2 * programs, row_tiles * row_tile, dtype=torch.float32, device=device)
+    part = torch.empty(4 * programs, row_tiles * row_tile, dim, dtype=torch.float32, device=device)
+    part_lse = torch.empty(4 * programs, row_tiles * row_tile, dtype=torch.float32, device=device)
     return DecodeWorkspace(programs, row_tile, part, part_lse)
 
 
-def decode_tile(rows: int, head_dim: int, itemsize: int) -> DecodeTile:
-    """Returns the tile that was fastest on an H200 among those that fit the shared memory of half an SM.
+def decode_tile(rows: int, head_dim: int, itemsize: int, shared_bytes: int, num_seqs: int) -> DecodeTile:
+    """Returns the tile that was fastest on an H200 (`docs/kernels.md`). It leaves room for a second program.
 
-    `rows` are the rows of a tile of queries, `itemsize` the bytes of a cache element.
+    Args:
+        rows: rows of a tile of queries.
+        itemsize: bytes of a cache element.
+        shared_bytes: bytes of shared memory that a program may have on this card.
+        num_seqs: number of sequences.
     """
+    budget = shared_bytes * SHARED_BYTES // SHARED_BYTES_OF_H100
 
     def tile_bytes(keys: int) -> int:
         return 2 * keys * _padded(head_dim) * itemsize
 
-    block_n = 128 if (rows > 16 or itemsize == 1) and tile_bytes(128) <= SHARED_BYTES else 64
-    if tile_bytes(block_n) > SHARED_BYTES:
+    if rows <= 16 and itemsize == 1 and head_dim <= 128:
+        # One sequence: larger tiles and half of the shares, because filling the pipeline takes noticeable time.
+        if num_seqs == 1 and 3 * tile_bytes(128) <= budget:
+            return DecodeTile(128, 6, per_warp=True, shares=0.5)
+        return DecodeTile(64, 6, warps=2, per_warp=True, shares=2.0)
+    block_n = 128 if (rows > 16 or itemsize == 1) and tile_bytes(128) <= budget else 64
+    if tile_bytes(block_n) > budget:
         block_n = 32
-    return DecodeTile(block_n, 3 + max(1, min(3, SHARED_BYTES // tile_bytes(block_n))))
+    shares = 0.5 if num_seqs == 1 and rows > 16 else 1.0
+    return DecodeTile(block_n, 3 + max(1, min(3, budget // tile_bytes(block_n))), shares=shares)
 
 
 def concurrent_programs(device: torch.device) -> int:
@@ -333,7 +289,6 @@ def plan_decode(
     itemsize: int,
     window: int = 0,
     tile: DecodeTile | None = None,
-    programs: int | None = None,
 ) -> DecodePlan:
     """Computes the split of a step, in one launch.
 
@@ -346,14 +301,13 @@ def plan_decode(
         itemsize: bytes of an element of the KV cache.
         window: number of keys that a token sees, itself included. 0: all.
         tile: how programs compute their shares. None selects it.
-        programs: number of shares, at most that of the workspace. None selects it.
     """
     num_seqs = seq_lens.shape[0]
-    # With one sequence the shares are so short that filling the pipeline takes noticeable time: halve their number.
-    if programs is None:
-        programs = workspace.num_programs if num_seqs > 1 else max(1, workspace.num_programs // 2)
-    assert programs <= workspace.num_programs
-    tile = tile or decode_tile(workspace.row_tile, head_dim, itemsize)
+    if tile is None:
+        shared_bytes = card.shared_bytes(seq_lens.device)
+        tile = decode_tile(workspace.row_tile, head_dim, itemsize, shared_bytes, num_seqs)
+    assert tile.shares <= 2
+    programs = max(1, int(workspace.num_programs * tile.shares))
     cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     first_seq = torch.empty(programs, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(programs,)](
@@ -413,11 +367,8 @@ def paged_decode(
     assert group * max_query <= rows
     assert workspace.part.shape[2] == dim_padded
     out = torch.empty_like(q) if out is None else out
-    tile, pairs, query_rows = plan.tile, num_seqs * num_kv_heads, group * max_query
-    pdl, block_bytes = pdl_args(q.device), layer.block_size * dim * layer.kv.element_size()
-    prefetch = tile.prefetch if pdl["PDL"] and layer.kv.stride(3) == dim and block_bytes % 16 == 0 else 0
-    rows_in_tile = min(row_tile, max(8, int(triton.next_power_of_2(query_rows)))) if tile.per_warp else row_tile
-    options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
+    tile = plan.tile
+    per_warp = tile.per_warp and q.dtype != torch.float32  # fp32 products have no tensor cores, so no tiles of warps
     _decode_kernel[(rows // row_tile, programs)](
         q, pool_args(layer, torch.int32, torch.int16), block_tables, cu_q, seq_lens, plan.cum, plan.first_seq,
         q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *q.stride()[:2],
@@ -425,17 +376,15 @@ def paged_decode(
         num_seqs, programs, plan.window, first, *softcap_args(scale, softcap),
         HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=tile.keys,
         STAGES=tile.stages, FP8=layer.scales is not None, CAP=softcap > 0, NATIVE=has_native_e4m3(),
-        SINKS=sinks is not None, ONE=max_query == 1, N=rows_in_tile, WARPS=tile.warps if tile.per_warp else 0,
-        PREFETCH=prefetch,
-        num_warps=tile.warps, **options, **pdl,
+        SINKS=sinks is not None, ONE=max_query == 1, WARPS=tile.warps if per_warp else 0,
+        num_warps=tile.warps, **pdl_args(q.device),
     )  # fmt: skip
-    splits, merged, dims = _merge_shape(programs, pairs, query_rows, dim_padded)
-    _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(query_rows, merged) * (dim_padded // dims))](
+    splits, merged, dims = _merge_shape(programs, num_seqs * num_kv_heads, group * max_query, dim_padded)
+    _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged) * (dim_padded // dims))](
         plan.cum, cu_q, q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *out.stride()[:2],
         num_seqs, programs,
         HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded,
-        SINKS=sinks is not None, EARLY=tile.early,
-        num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl,
+        SINKS=sinks is not None, num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_args(q.device),
     )  # fmt: skip
     return out
 

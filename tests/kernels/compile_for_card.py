@@ -2,8 +2,9 @@
 
     python tests/kernels/compile_for_card.py 89
 
-The argument is a compute capability of `card.SHARED_BYTES`. The program runs without TRITON_INTERPRET. Kernels are compiled to machine code and not launched. This finds errors that
-the interpreter does not, because it runs Python: for example, a variable that changes its type.
+The argument is a compute capability of `card.SHARED_BYTES`. The program runs without TRITON_INTERPRET. Kernels are
+compiled to machine code and not launched. This finds errors that the interpreter does not, because it runs Python: for
+example, a variable that changes its type, or a tile that is too large for the card's shared memory.
 """
 
 from __future__ import annotations

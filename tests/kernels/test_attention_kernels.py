@@ -124,6 +124,25 @@ def test_decode(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
         assert error(decode(case, programs, 3, window), case.reference(window)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "new", "window"), [([1, 150, 64], [1, 1, 1], 50), ([200], [1], 0), ([70, 9], [2, 1], 20)]
+)
+def test_decode_of_e4m3_with_keys_per_warp(lengths, new, window, device, gen):
+    case = PagedCase(
+        lengths,
+        new,
+        heads=8,
+        kv_heads=2,
+        dim=32,
+        block_size=16,
+        dtype=torch.float16,
+        kv_dtype=FP8,
+        device=device,
+        gen=gen,
+    )
+    assert error(decode(case, 3, max(new), window), case.reference(window)) < TOLERANCE[torch.float16]
+
+
 @pytest.mark.parametrize("programs", [1, 23])
 def test_decode_with_shares_that_end_anywhere(programs, device, gen):
     case = PagedCase(
