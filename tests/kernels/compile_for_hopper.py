@@ -138,7 +138,8 @@ def quantized_products(dtype: torch.dtype, *, native_e4m3: bool) -> None:
     norm = torch.zeros(1024, dtype=dtype)
     for weight in quantized_weights(dtype):
         tables = (choice.INT4, choice.INT4_ZEROS) if weight.kind == "int4" else (choice.BYTES_ONLY,)
-        for rows, method in dict.fromkeys(entry for table in tables for entry in table):
+        entries = [entry for table in tables for entry in table]
+        for rows, method in dict.fromkeys((entry.rows, way) for entry in entries for way in entry[1:]):
             if isinstance(method, Tile):
                 x = torch.zeros(min(rows, 200), 1024, dtype=dtype)
                 linear.quantized_linear(x, weight, norm=norm, gated=True, method=method)
