@@ -133,17 +133,26 @@ def quantized_weights(dtype: torch.dtype) -> list[DeviceWeight]:
     return [prepare(weight, dtype) for weight in weights]
 
 
-def quantized_products(dtype: torch.dtype, *, native_e4m3: bool) -> None:
-    """Compiles the products of the tables. native_e4m3: the card converts to e4m3 (compute capability 8.9)."""
+def quantized_products(dtype: torch.dtype, *, native_e4m3: bool, all_tiles: bool) -> None:
+    """Compiles products with quantised weights.
+
+    Args:
+        native_e4m3: the card converts to e4m3 (compute capability 8.9).
+        all_tiles: all tiles of the tables, or the first of each table.
+    """
     norm = torch.zeros(1024, dtype=dtype)
     for weight in quantized_weights(dtype):
-        tables = (choice.INT4, choice.INT4_ZEROS) if weight.kind == "int4" else (choice.BYTES_ONLY,)
-        entries = [entry for table in tables for entry in table]
-        for rows, method in dict.fromkeys((entry.rows, way) for entry in entries for way in entry[1:]):
-            if isinstance(method, Tile):
-                x = torch.zeros(min(rows, 200), 1024, dtype=dtype)
-                linear.quantized_linear(x, weight, norm=norm, gated=True, method=method)
-                linear.quantized_linear(x, weight, residual=x, out=x, method=method)
+        if weight.kind != "int4":
+            table = choice.BYTES_ONLY
+        else:
+            table = choice.INT4 if weight.scales.is_floating_point() else choice.INT4_ZEROS
+        methods = dict.fromkeys(method for entry in table for method in entry[1:] if isinstance(method, Tile))
+        for i, tile in enumerate(list(methods)[: None if all_tiles else 1]):
+            x = torch.zeros(min(tile.rows, 200), 1024, dtype=dtype)
+            if i % 2:
+                linear.quantized_linear(x, weight, norm=norm, gated=True, method=tile)
+            else:
+                linear.quantized_linear(x, weight, residual=x, out=x, method=tile)
         dequantize.dequantize(weight)
     for kind in (torch.float8_e4m3fn, torch.int8) if native_e4m3 else (torch.int8,):
         activations.quantize(torch.zeros(4, 1024, dtype=dtype), kind, norm=norm)
@@ -186,8 +195,8 @@ def main() -> None:
     dense_prefill.merge_attention(part, part[..., 0], part, part[..., 0], part)
     for fp8 in (False, True):
         cache(fp8)
-    for dtype in (torch.bfloat16, torch.float16):
-        quantized_products(dtype, native_e4m3=True)
+    quantized_products(torch.bfloat16, native_e4m3=True, all_tiles=True)
+    quantized_products(torch.float16, native_e4m3=True, all_tiles=False)
     attention(False, 1, 0, 0.0)
     attention(True, 5, 64, 30.0)
 

@@ -33,9 +33,7 @@ def _same(rows: int, method: Method) -> Entry:
     return Entry(rows, method, method)
 
 
-INT4_128 = Entry(
-    128, Tile(128, 64, 32, 4, 3, scaled=True, splits=4), Tile(128, 64, 32, 4, 3, scaled=True)
-)
+INT4_128 = Entry(128, Tile(128, 64, 32, 4, 3, scaled=True, splits=4), Tile(128, 64, 32, 4, 3, scaled=True))
 INT4: Table = (
     _same(8, Tile(8, 16, 128, 4, 2, split=True)),
     _same(16, Tile(16, 64, 64, 4, 3, splits=4)),
