@@ -68,7 +68,7 @@ def _int4(words, shift, offset):
 @triton.jit
 def raw_int4(words, shift, DTYPE: tl.constexpr):
     """Converts the 4 bits at `shift` of int16 words to a number plus 128 (bfloat16) or 1024 (float16)."""
-    if tl.float16 == DTYPE:
+    if DTYPE.is_fp16():
         result = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.b32 t, $1, $2; lop3.b32 $0, t, 0x000F000F, 0x64006400, 0xEA; }",
             "=r,r,r,r",
