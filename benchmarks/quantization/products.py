@@ -36,42 +36,81 @@ from engine.kernels.quantized.product import Tile
 from engine.quantization.weight import QuantizedWeight, pack_nibbles
 
 EPS = 1e-5
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHAPES = ((6144, 4096, "norm"), (4096, 4096, "residual"), (28672, 4096, "gated"), (4096, 14336, "residual"))
-KINDS = ("int4", "int4 zeros", "fp8", "fp8 blocks", "int8")
+KINDS = ("int4 zeros", "fp8", "int4", "fp8 blocks", "int8")
 
-TILES4: dict[int, list[tuple[Any, ...]]] = {
-    8: [(8, 16, 128, 4, 2, True), (8, 32, 128, 4, 2, True), (8, 16, 128, 4, 3, True), (8, 64, 128, 4, 3)],
-    16: [(16, 16, 128, 4, 2, True), (16, 32, 128, 4, 2, True), (16, 64, 128, 4, 2, True), (16, 64, 128, 4, 3)],
-    32: [(32, 32, 128, 4, 2, True), (32, 64, 128, 4, 3)],
-    64: [(64, 64, 128, 4, 2), (64, 64, 64, 4, 3), (64, 64, 32, 4, 4, False, True), (64, 128, 32, 4, 3, False, True)],
-    128: [(64, 64, 64, 4, 3), (128, 64, 32, 4, 3, False, True), (128, 128, 32, 8, 3, False, True)],
-    1 << 30: [
-        (128, 128, 32, 8, 2, False, True),
-        (128, 128, 32, 8, 3, False, True),
-        (256, 128, 32, 8, 2, False, True),
-        (128, 256, 32, 8, 2, False, True),
+TILES4: dict[int, list[dict[str, Any]]] = {
+    8: [
+        {"rows": 8, "outputs": 16, "words": 128, "warps": 4, "stages": 2, "split": True},
+        {"rows": 8, "outputs": 16, "words": 128, "warps": 4, "stages": 2, "split": True, "lines": 16},
+        {"rows": 8, "outputs": 32, "words": 128, "warps": 4, "stages": 2, "split": True, "lines": 16},
+        {"rows": 8, "outputs": 64, "words": 128, "warps": 4, "stages": 3, "lines": 16},
+        {"rows": 8, "outputs": 64, "words": 128, "warps": 4, "stages": 3, "splits": 4},
     ],
+    16: [
+        {"rows": 16, "outputs": 16, "words": 128, "warps": 4, "stages": 2, "split": True},
+        {"rows": 16, "outputs": 64, "words": 128, "warps": 4, "stages": 3},
+        {"rows": 16, "outputs": 64, "words": 128, "warps": 4, "stages": 2, "splits": 4},
+        {"rows": 16, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4},
+    ],
+    32: [
+        {"rows": 32, "outputs": 64, "words": 128, "warps": 4, "stages": 3},
+        {"rows": 32, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4},
+        {"rows": 32, "outputs": 64, "words": 128, "warps": 4, "stages": 2, "splits": 4},
+    ],
+    64: [
+        {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3},
+        {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 4},
+        {"rows": 64, "outputs": 64, "words": 32, "warps": 4, "stages": 3, "splits": 4},
+    ],
+    128: [
+        {"rows": 64, "outputs": 64, "words": 64, "warps": 4, "stages": 3, "splits": 2},
+        {"rows": 128, "outputs": 64, "words": 32, "warps": 4, "stages": 3, "splits": 4},
+        {"rows": 128, "outputs": 64, "words": 32, "warps": 4, "stages": 3, "scaled": True, "splits": 4},
+    ],
+    256: [
+        {"rows": 128, "outputs": 64, "words": 32, "warps": 4, "stages": 3, "splits": 2},
+        {"rows": 128, "outputs": 128, "words": 32, "warps": 8, "stages": 2, "scaled": True, "splits": 2},
+    ],
+    1 << 30: [{"rows": 128, "outputs": 128, "words": 32, "warps": 8, "stages": 2, "scaled": True}],
 }
-TILES8: dict[int, list[tuple[Any, ...]]] = {
-    8: [(8, 16, 128, 4, 3, True), (8, 16, 128, 4, 4, True), (8, 32, 128, 4, 3, True), (8, 64, 128, 4, 5)],
-    16: [(16, 16, 128, 4, 4, True), (16, 32, 128, 4, 3, True), (16, 64, 128, 4, 5)],
-    32: [(32, 32, 128, 4, 3, True), (32, 64, 128, 4, 4)],
-    64: [(64, 64, 128, 4, 4), (64, 128, 128, 4, 3)],
-    128: [(64, 64, 128, 4, 4), (128, 128, 128, 8, 3)],
-    1 << 30: [(128, 128, 128, 8, 3), (128, 128, 64, 8, 4)],
+TILES8: dict[int, list[dict[str, Any]]] = {
+    8: [
+        {"rows": 8, "outputs": 16, "words": 128, "warps": 4, "stages": 4, "split": True},
+        {"rows": 8, "outputs": 16, "words": 128, "warps": 4, "stages": 4, "split": True, "lines": 16},
+        {"rows": 8, "outputs": 16, "words": 128, "warps": 8, "stages": 2, "split": True, "lines": 16},
+        {"rows": 8, "outputs": 64, "words": 128, "warps": 4, "stages": 5, "splits": 4},
+    ],
+    16: [
+        {"rows": 16, "outputs": 32, "words": 128, "warps": 4, "stages": 3, "split": True},
+        {"rows": 16, "outputs": 32, "words": 128, "warps": 4, "stages": 3, "split": True, "lines": 16},
+        {"rows": 16, "outputs": 64, "words": 128, "warps": 4, "stages": 4, "splits": 4},
+    ],
+    32: [
+        {"rows": 32, "outputs": 64, "words": 128, "warps": 4, "stages": 4, "splits": 2},
+        {"rows": 32, "outputs": 64, "words": 128, "warps": 4, "stages": 4, "splits": 4},
+    ],
+    64: [
+        {"rows": 64, "outputs": 64, "words": 128, "warps": 4, "stages": 3, "splits": 2},
+        {"rows": 64, "outputs": 64, "words": 128, "warps": 4, "stages": 3, "splits": 4},
+    ],
+    128: [
+        {"rows": 128, "outputs": 64, "words": 128, "warps": 4, "stages": 3, "splits": 4},
+        {"rows": 64, "outputs": 64, "words": 128, "warps": 4, "stages": 3, "splits": 2},
+    ],
+    1 << 30: [{"rows": 128, "outputs": 128, "words": 128, "warps": 8, "stages": 3}],
 }
 
 
 def candidates(kind: str, rows: int) -> list[Method]:
     """Returns the ways that are timed for this number of rows."""
     tiles = TILES4 if kind.startswith("int4") else TILES8
-    found: list[Method] = [Tile(*sizes) for sizes in next(t for most, t in tiles.items() if rows <= most)]
+    found: list[Method] = [Tile(**sizes) for sizes in next(t for most, t in tiles.items() if rows <= most)]
     if rows >= 8192:
         found = []
     if kind in ("fp8", "fp8 blocks", "int8"):
-        found += ["gemv"] if rows == 1 else []
-        found += ["wide"] if rows >= 32 else []
+                found += ["wide"] if rows >= 32 else []
     return found + (["scratch"] if rows >= 128 else [])
 
 
@@ -143,8 +182,6 @@ def compile_ahead(kind: str, n: int, k: int, end: str) -> tuple[str, float]:
 
     from engine.kernels import pdl
     from engine.kernels.quantized.dequantize import dequantize
-    from engine.kernels.quantized.gemv import can_gemv
-    from engine.kernels.quantized.gemv import gemv as quantized_gemv
     from engine.kernels.quantized.product import product
     from engine.kernels.quantized.split import split_product
 
@@ -166,10 +203,6 @@ def compile_ahead(kind: str, n: int, k: int, end: str) -> tuple[str, float]:
         pdl.supports_pdl = lambda device: True
         weight = weight_of(kind, n, k, torch.device("cpu"))
         dequantize(weight)
-        if can_gemv(weight):
-            ends: dict[str, Any] = {"gated": {"gated": True}, "residual": {"residual": torch.zeros(1, n).bfloat16()}}
-            norm = None if end == "residual" else torch.zeros(k).bfloat16()
-            quantized_gemv(torch.zeros(1, k).bfloat16(), weight, norm=norm, eps=EPS, **ends.get(end, {}))
         done = set()
         for rows in ROWS:
             for method in candidates(kind, rows):
@@ -233,8 +266,8 @@ def check(began: float, limit_s: float) -> int:
             weight = prepare(whole, dtype)
             norm = torch.rand(k, device=device).to(dtype) + 0.5
             for rows, method in (
-                (1, "gemv"),
                 (5, Tile(8, 16, 128, 4, 2, True)),
+                (60, Tile(64, 64, 64, 4, 3, splits=4)),
                 (300, Tile(128, 128, 32, 8, 2, False, True)),
                 (200, "wide"),
                 (50, Tile(64, 64, 64, 4, 3)),
@@ -243,8 +276,6 @@ def check(began: float, limit_s: float) -> int:
                 if time.perf_counter() - began > limit_s:
                     print(f"no time for {dtype} {kind} {group} {method}", flush=True)
                     return failures
-                if method == "gemv" and (kind == "int4" or zeros):
-                    continue
                 if method == "wide" and activations == "none":
                     continue
                 for end in ("gated", "residual"):
@@ -289,7 +320,7 @@ def measure(kind: str, n: int, k: int, end: str, plain: dict[int, float]) -> dic
         residual = torch.zeros(rows, n, device=device, dtype=torch.bfloat16)
         times: dict[str, float] = {}
         for method in candidates(kind, rows):
-            name = method if isinstance(method, str) else ",".join(map(str, method))
+            name = method if isinstance(method, str) else ",".join(str(int(number)) for number in method)
             try:
                 launch = lambda i, m=method: layer(x, weights[i % count], end, norm, residual, m)  # noqa: B023, E731
                 times[name] = round(seconds(launch, count, rows) * 1e6, 2)
@@ -326,29 +357,27 @@ def main() -> None:
             launch = partial(lambda i, w, x, r: plain_layer(x, w[i % len(w)], end, norm, r), w=weights, x=x, r=residual)  # noqa: B023
             plain.setdefault(f"{n}x{k}", {})[rows] = round(seconds(launch, count, rows) * 1e6, 2)
         del weights
-    print("\nbf16, microseconds\n" + "\n".join(f"{s:<12}" + " ".join(f"{t:8.1f}" for t in r.values()) for s, r in plain.items()))
+    print(
+        "\nbf16, microseconds\n"
+        + "\n".join(f"{s:<12}" + " ".join(f"{t:8.1f}" for t in r.values()) for s, r in plain.items())
+    )
     print(f"bf16 after {time.perf_counter() - began:.0f} s", flush=True)
     for kind in args.kinds:
         if time.perf_counter() - began > args.limit:
             print(f"no time for {kind}")
             continue
         print(f"\n{kind}: rows " + " ".join(map(str, ROWS)), flush=True)
-        totals: dict[str, dict[str, float]] = {}
         for n, k, end in SHAPES:
             shape = f"{n}x{k}"
             found = table.setdefault(kind, {})[shape] = measure(kind, n, k, end, plain[shape])
             torch.cuda.empty_cache()
+            for rows, times in found.items():
+                best = sorted(times.items(), key=lambda item: item[1])[:3]
+                shown = "  ".join(f"{name} {micros / plain[shape][int(rows)]:.2f}" for name, micros in best)
+                print(f"    {rows:>4}: {shown}")
             ratios = [min(t.values(), default=9e9) / plain[shape][int(r)] for r, t in found.items()]
             print(f"{shape:<12}" + " ".join(f"{ratio:5.2f}" for ratio in ratios), flush=True)
             report.write(args.out, "quant-products", {}, "torch", "triton", plain=plain, candidates=table)
-            for rows, times in found.items():
-                for name, micros in times.items():
-                    sums = totals.setdefault(rows, {})
-                    sums[name] = sums.get(name, 0.0) + micros
-        for rows, sums in totals.items():
-            base = sum(p[int(rows)] for p in plain.values())
-            shown = "  ".join(f"{name} {micros / base:.2f}" for name, micros in sorted(sums.items(), key=lambda i: i[1]))
-            print(f"  {rows:>5} rows: bf16 {base:7.1f} us  {shown}")
     failures = check(began, args.limit)
     print(f"{time.perf_counter() - began:.0f} s in total, {failures} failures")
     metrics = {"failures": failures, "took_s": round(time.perf_counter() - began)}

@@ -216,7 +216,7 @@ def make_ops(
     *,
     quantized: bool = False,
 ) -> TorchOps:
-    """Makes the operations of a decoder's layers; `fused` selects Triton kernels, `quantized` those for such weights."""
+    """Makes the operations of a decoder's layers. fused: in Triton kernels. quantized: for quantised weights too."""
     cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
     if fused:
         if quantized:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.quantized.choice import choose
 from engine.kernels.quantized.device_weight import prepare
 from engine.kernels.quantized.linear import quantized_linear
 from engine.models.fused import FusedOps
@@ -22,6 +23,7 @@ class QuantizedFusedOps(FusedOps):
     def place(self, linear: Linear, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         linear.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=weight.numbers.device), requires_grad=False)
         linear.prepared = prepare(weight, dtype)
+        choose(linear.prepared, 1)  # asks what the device supports, which a CUDA graph cannot capture
 
     def place_kv(self, attention: Attention, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         attention.prepared_kv = prepare(weight.rows(attention.kv_rows), dtype)

@@ -175,14 +175,12 @@ def quantized_weights(dtype: torch.dtype) -> list[DeviceWeight]:
 
 
 def quantized_products(dtype: torch.dtype, *, native_e4m3: bool) -> None:
-    """Compiles the products of the tables. native_e4m3: the card converts e4m3 (compute capability 8.9)."""
+    """Compiles the products of the tables. native_e4m3: the card converts to e4m3 (compute capability 8.9)."""
     norm = torch.zeros(1024, dtype=dtype)
     for weight in quantized_weights(dtype):
-        table = choice.INT4 if weight.kind == "int4" else choice.BYTES_ONLY
-        for rows, method in table:
-            if method == "gemv" and weight.kind == "fp8" and not native_e4m3:
-                continue
-            if isinstance(method, Tile) or method == "gemv":
+        tables = (choice.INT4, choice.INT4_ZEROS) if weight.kind == "int4" else (choice.BYTES_ONLY,)
+        for rows, method in dict.fromkeys(entry for table in tables for entry in table):
+            if isinstance(method, Tile):
                 x = torch.zeros(min(rows, 200), 1024, dtype=dtype)
                 linear.quantized_linear(x, weight, norm=norm, gated=True, method=method)
                 linear.quantized_linear(x, weight, residual=x, out=x, method=method)

@@ -17,7 +17,7 @@ from tests.rigs.engine.paged import error
 
 SCHEMES = {
     "int4": Scheme(layout="awq", kind="int4", extent="group", group_size=32, symmetric=False),
-    "int8": Scheme(layout="load", kind="int8", extent="channel"),
+    "int8": Scheme(layout="plain", kind="int8", extent="channel"),
     "fp8": Scheme(layout="plain", kind="fp8", extent="block"),
 }
 CONFIG = BASE | {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -10,18 +10,24 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from engine.kernels.norm import rms_norm
 from engine.kernels.quantized.activations import LARGEST, quantize
 from engine.kernels.quantized.choice import choose
 from engine.kernels.quantized.dequantize import dequantize
 from engine.kernels.quantized.device_weight import DeviceWeight, prepare
-from engine.kernels.quantized.gemv import can_gemv
 from engine.kernels.quantized.linear import quantized_linear
 from engine.kernels.quantized.product import Tile
 from engine.kernels.quantized.split import can_split, split_product
+from engine.kernels.quantized.wide import has_wide_product
+from engine.quantization.inputs import input_rounding
 from engine.quantization.weight import QuantizedWeight, pack_nibbles
 from tests.rigs.engine.paged import error
 
 EPS = 1e-5
+DTYPES = [torch.float32, torch.float16]  # the interpreter has no bfloat16 products
+if torch.cuda.is_available():
+    DTYPES.append(torch.bfloat16)
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 8e-3}
 FEW, MANY, SPLIT = Tile(8, 64, 128, 4, 2), Tile(16, 64, 32, 4, 2), Tile(8, 64, 16, 2, 2, True)
 #: Name: kind, outputs, inputs, group (0: per output, -1: blocks of 128 x 128), whether it has zeros, and an order.
 FORMS: dict[str, tuple[Any, int, int, int, bool, bool]] = {
@@ -88,21 +94,19 @@ def check(
         method=method,
     )  # fmt: skip
     assert got is out
-    assert error(got, want) < (5e-6 if dtype == torch.float32 else 3e-3)
+    assert error(got, want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_products(name, dtype, device, gen):
     weight = random_weight(name, gen, device)
     prepared = prepare(weight, dtype)
     check(weight, prepared, 3, "norm", FEW, gen)
     check(weight, prepared, 19, "residual", MANY, gen)
-    check(weight, prepared, 5, "gated", MANY, gen)
+    check(weight, prepared, 5, "gated", MANY._replace(scaled=dtype != torch.float32), gen)
     check(weight, prepared, 4, "residual", "scratch", gen)
-    if can_gemv(prepared):
-        for end in ("norm", "gated", "residual"):
-            check(weight, prepared, 1, end, "gemv", gen)
+    check(weight, prepared, 5, "gated", MANY._replace(splits=3), gen)
 
 
 @pytest.mark.parametrize("name", ["int4-group-32", "int8-group-64-zeros-order", "fp8-blocks"])
@@ -135,8 +139,7 @@ def test_every_number_of_rows_has_a_method(name, device, gen):
     prepared = prepare(random_weight(name, gen, device), torch.float32)
     for rows in (1, 2, 17, 100, 5000):
         method = choose(prepared, rows)
-        assert method != "gemv" or (rows == 1 and can_gemv(prepared))
-        assert method != "wide"  # the weights of this file do not quantise their inputs
+        assert method == "scratch" if rows == 5000 else isinstance(method, Tile)
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8], ids=["fp8", "int8"])
@@ -163,3 +166,36 @@ def test_a_static_scale_clamps_inputs(device):
     numbers, scales = quantize(x, torch.float8_e4m3fn, static=torch.tensor(0.5, device=device))
     assert numbers.float().tolist() == [[2.0, -6.0, 448.0, -448.0]]
     assert scales.tolist() == [[0.5]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs products of 8 bits")
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8-static", "fp8-blocks"])
+@pytest.mark.parametrize("end", ["norm", "gated", "residual"])
+def test_products_of_8_bits(name, end, device, gen):
+    """Many rows have quantised inputs, as the checkpoint says."""
+    n, k, rows, kind = 512, 1024, 70, "int8" if name == "int8" else "fp8"
+    blocks, static = name == "fp8-blocks", name == "fp8-static"
+    scales = torch.rand(*((4, 8) if blocks else (n, 1)), generator=gen, device=device) + 0.5
+    numbers = torch.randn(n, k, generator=gen, device=device) * (20 if kind == "int8" else 1)
+    numbers = numbers.round().to(torch.int8) if kind == "int8" else numbers.to(torch.float8_e4m3fn)
+    activations: Any = "group" if blocks else "static" if static else "token"
+    input_scale = torch.tensor(0.01, device=device) if static else None
+    size = 128 if blocks else k
+    weight = QuantizedWeight(
+        kind, numbers, scales, block=blocks, activations=activations, input_scale=input_scale, group_size=size
+    )
+    prepared = prepare(weight, torch.bfloat16)
+    if not has_wide_product(prepared):
+        pytest.skip("this card has no such product")
+    x = torch.randn(rows, k, generator=gen, device=device).bfloat16()
+    norm = None if end == "residual" else (torch.rand(k, generator=gen, device=device) + 0.5).bfloat16()
+    residual = torch.randn(rows, n, generator=gen, device=device).bfloat16() if end == "residual" else None
+    inputs = x if norm is None else rms_norm(x, norm, EPS)
+    rounded = input_rounding(weight)
+    assert rounded is not None
+    zero = torch.zeros(n, device=device)
+    want = expected(rounded(inputs.float()), weight, zero, None, residual, end == "gated")
+    got = quantized_linear(
+        x, prepared, norm=norm, eps=EPS, residual=residual, gated=end == "gated", out=residual, method="wide"
+    )
+    assert error(got, want) < TOLERANCE[torch.bfloat16]

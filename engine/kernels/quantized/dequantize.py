@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.quantized.device_weight import FIELDS, DeviceWeight
-from engine.kernels.quantized.product import TRITON_DTYPES, offset_of, scale_of
+from engine.kernels.quantized.product import offset_of, scale_of
 from engine.kernels.quantized.unpack import convert, has_assembly, magic
 from engine.quantization.weight import BLOCK, FIXED_ZERO
 
@@ -69,9 +71,12 @@ def dequantize(weight: DeviceWeight, out: Tensor | None = None) -> Tensor:
     numbers = weight.numbers if weight.kind == "int4" else weight.numbers.view(torch.uint8)
     bk = weight.width
     constant = -(FIXED_ZERO + magic(weight.compute)) if weight.kind == "int4" else 0
-    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
+    sizes: dict[str, Any] = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
     sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
-    sizes |= {"SCALE": TRITON_DTYPES[weight.scale_dtype], "OFFSETS": constant if weight.offsets is None else 1}
+    sizes |= {
+        "SCALE": str(weight.scale_dtype).removeprefix("torch."),
+        "OFFSETS": constant if weight.offsets is None else 1,
+    }
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BN": 32, "BK": bk, "TOTAL": total, "ASM": has_assembly(weight.compute), **pdl_args(out.device)}
     grid = triton.cdiv(n, 32) * triton.cdiv(numbers.shape[1], bk)

@@ -30,8 +30,8 @@ class DeviceWeight:
 
     kind: Kind
     numbers: Tensor  #: e4m3 or int8 [N, K]; int4: int16 [N, K / 4], K rounded up to a multiple of 4 * width.
-    #: float32 [G, N]; [G, ceil(N / 128)] with `block`, where G is contiguous, as cuBLAS reads it. int4 with zeros and scales of 16 bits: int32 [G, N], the scale is
-    #: the upper half, the offset in the dtype `compute` is the lower half.
+    #: float32 [G, N]; with `block` [G, ceil(N / 128)], where G is contiguous, as cuBLAS reads it. int4 with zeros and
+    #: scales of 16 bits: int32 [G, N], the scale is the upper half, the offset in the dtype `compute` the lower half.
     scales: Tensor
     scale_dtype: torch.dtype  #: dtype of a scale: float32, or float16 or bfloat16 if packed with an offset.
     offsets: Tensor | None  #: [G, N] in the dtype `compute`, the summand of a number (see unpack.py). None: constant.

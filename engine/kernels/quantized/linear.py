@@ -10,7 +10,6 @@ from engine.kernels.norm import rms_norm, silu_mul
 from engine.kernels.quantized.choice import Method, choose
 from engine.kernels.quantized.dequantize import dequantize
 from engine.kernels.quantized.device_weight import DeviceWeight
-from engine.kernels.quantized.gemv import gemv
 from engine.kernels.quantized.product import Tile, product
 from engine.kernels.quantized.split import can_split, split_product
 from engine.kernels.quantized.wide import wide_product
@@ -44,21 +43,16 @@ def quantized_linear(
         x = (x if norm is None else rms_norm(x, norm, eps))[:, weight.order]
         norm = None
     halves = gated and not (weight.block and weight.outputs // 2 % BLOCK)  # no block has rows of gate and of up
-    if method == "gemv" and gated == halves:
-        return gemv(x, weight, bias=bias, norm=norm, eps=eps, residual=residual, gated=gated, out=out)
     if method == "wide":
         y = wide_product(x, weight, norm=norm, eps=eps)
     else:
         x = x if norm is None else rms_norm(x, norm, eps)
         if method == "scratch":
             return _scratch(x, dequantize(weight), bias, residual, gated, out)
-        tile = method if isinstance(method, Tile) else choose(weight, len(x) + 1)
-        assert isinstance(tile, Tile)
         if gated == halves:
-            if tile.split and can_split(weight, tile):
-                return split_product(x, weight, tile, bias=bias, residual=residual, gated=gated, out=out)
-            return product(x, weight, tile, bias=bias, residual=residual, gated=gated, out=out)
-        y = product(x, weight, tile)
+            run = split_product if method.split and can_split(weight, method) else product
+            return run(x, weight, method, bias=bias, residual=residual, gated=gated, out=out)
+        y = product(x, weight, method)
     return _finish(y, bias, residual, gated, out)
 
 
@@ -66,9 +60,9 @@ def _scratch(
     x: Tensor, plain: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor | None
 ) -> Tensor:
     """Computes `quantized_linear` with a plain weight [N, K] and rows x that are normed."""
-    if gated and bias is None and out is None and len(x) >= MIN_SWIGLU_ROWS and plain.dtype == torch.bfloat16:
-        if len(plain) % 32 == 0 and plain.shape[1] % 8 == 0 and supports_gemm_swiglu(x.device):
-            return gemm_swiglu(x, plain)
+    fits = bias is None and out is None and plain.dtype == torch.bfloat16 and len(plain) % 32 == plain.shape[1] % 8 == 0
+    if gated and fits and len(x) >= MIN_SWIGLU_ROWS and supports_gemm_swiglu(x.device):
+        return gemm_swiglu(x, plain)
     if residual is not None and residual is out:
         out.addmm_(x, plain.t())
         return out if bias is None else out.add_(bias)

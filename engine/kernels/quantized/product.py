@@ -10,7 +10,7 @@ constant, because Triton converts a tile in registers only if no operand of the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from engine.kernels.quantized.device_weight import FIELDS, DeviceWeight
 from engine.kernels.quantized.unpack import convert, convert_scaled, has_assembly, magic
 from engine.quantization.weight import BLOCK, FIXED_ZERO
 
-LINE, LINES = tl.constexpr(128), tl.constexpr(4)  # Bytes that one prefetch brings to the L2 cache; prefetches of a row.
+LINE = tl.constexpr(128)  # Bytes that one prefetch brings to the L2 cache.
 
 
 class Tile(NamedTuple):
@@ -30,6 +30,8 @@ class Tile(NamedTuple):
 
     split: the warps have parts of K, see split.py.
     scaled: the scales of groups multiply 4-bit numbers, which costs one rounding of each weight, not their sums.
+    splits: parts of K that are computed by different programs. Their float32 results are added by another kernel.
+    lines: 128-byte lines of each row that a program brings to the L2 cache before it waits for the kernel before it.
     """
 
     rows: int
@@ -39,10 +41,12 @@ class Tile(NamedTuple):
     stages: int
     split: bool = False
     scaled: bool = False
+    lines: int = 4
+    splits: int = 1
 
 
 @triton.jit
-def prefetch(weight, n, ok, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):
+def prefetch(weight, n, ok, ROW_BYTES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):
     """Brings the first LINES lines of the rows n of the weight to the L2 cache, before the kernel waits for x."""
     if PDL and ROW_BYTES >= LINE * LINES:
         first = weight.to(tl.int64)
@@ -55,23 +59,25 @@ def prefetch(weight, n, ok, ROW_BYTES: tl.constexpr, PDL: tl.constexpr):
 @triton.jit
 def scale_of(packed, SCALE: tl.constexpr):
     """Returns float32 scales. SCALE: their dtype, float32 or that of the upper half of int32."""
-    if SCALE == tl.float32:
-        return packed
-    elif SCALE == tl.bfloat16:
-        return (packed & -65536).to(tl.float32, bitcast=True)
+    if SCALE == "float32":
+        result = packed
+    elif SCALE == "bfloat16":
+        result = (packed & -65536).to(tl.float32, bitcast=True)
     else:
-        return (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        result = (packed >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return result
 
 
 @triton.jit
 def offset_of(packed, offsets, at, ok, DTYPE: tl.constexpr, SCALE: tl.constexpr, OFFSETS: tl.constexpr):
     """Returns the offsets of a group in DTYPE, from the lower half of `packed`, from a tensor, or a constant."""
-    if SCALE != tl.float32:
-        return packed.to(tl.int16).to(DTYPE, bitcast=True)
+    if SCALE != "float32":
+        result = packed.to(tl.int16).to(DTYPE, bitcast=True)
     elif OFFSETS == 1:
-        return tl.load(offsets + at, mask=ok, other=0.0)
+        result = tl.load(offsets + at, mask=ok, other=0.0)
     else:
-        return tl.full([1, 1], OFFSETS, DTYPE)
+        result = tl.full([1, 1], OFFSETS, DTYPE)
+    return result
 
 
 @triton.jit
@@ -91,23 +97,25 @@ def accumulate(
     SCALED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Adds the product of one field of the words w [.., BN, BK] and v [.., BK, BM] to acc [.., BN, BM].
+    """Returns acc [.., BN, BM] plus the product of one field of the words w [.., BN, BK] and v [.., BK, BM].
 
     Args:
         at: places [.., BN, 1] of the scales. ok: which of them exist.
     """
-    if GROUP > 0 or SCALE != tl.float32:
+    if GROUP > 0 or SCALE != "float32":
         packed = tl.load(scales + at, mask=ok, other=0)
     else:
         packed = 0.0
     offset = offset_of(packed, offsets, at, ok, v.dtype, SCALE, OFFSETS)
     if SCALED:
-        return tl.dot(convert_scaled(w, shift, offset, scale_of(packed, SCALE), ASM), v, acc, input_precision="ieee")
-    number = convert(w, shift, offset, KIND, ASM)
-    if GROUP > 0:
-        return acc + tl.dot(number, v, input_precision="ieee", out_dtype=tl.float32) * scale_of(packed, SCALE)
+        number = convert_scaled(w, shift, offset, scale_of(packed, SCALE), ASM)
+        result = tl.dot(number, v, acc, input_precision="ieee")
+    elif GROUP > 0:
+        part = tl.dot(convert(w, shift, offset, KIND, ASM), v, input_precision="ieee", out_dtype=tl.float32)
+        result = acc + part * scale_of(packed, SCALE)
     else:
-        return tl.dot(number, v, acc, input_precision="ieee")
+        result = tl.dot(convert(w, shift, offset, KIND, ASM), v, acc, input_precision="ieee")
+    return result
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -140,6 +148,8 @@ def _product_kernel(
     TOTAL: tl.constexpr,  # fields of a word
     SCALED: tl.constexpr,  # scales multiply the numbers, not the sums of their groups
     STAGES: tl.constexpr,
+    LINES: tl.constexpr,
+    SPLITS: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
@@ -149,21 +159,22 @@ def _product_kernel(
     tiles = tl.cdiv(rows, BM)
     m = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
     n = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
+    part = tl.program_id(1)
     j = tl.arange(0, BK)
     m_ok, n_ok = m < rows, n < N
     src = numbers + n.to(tl.int64)[:, None] * ROW + j[None, :]
-    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, LINES, PDL)
     if GATED:
-        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, LINES, PDL)
     wait_for_previous(PDL)
     x_src = x + m[None, :].to(tl.int64) * x_row + j[:, None]
     even_n: tl.constexpr = N % BN == 0
-    even_w: tl.constexpr = ROW % BK == 0 and even_n
-    even_k: tl.constexpr = K == ROW * TOTAL and ROW % BK == 0
+    even_w: tl.constexpr = ROW % (BK * SPLITS) == 0 and even_n
+    even_k: tl.constexpr = K == ROW * TOTAL and ROW % (BK * SPLITS) == 0
     acc = tl.zeros([BN, BM], tl.float32)
     acc_up = tl.zeros([BN, BM], tl.float32)
-    steps: tl.constexpr = (ROW + BK - 1) // BK
-    for step in tl.range(0, steps, num_stages=STAGES):
+    steps: tl.constexpr = (ROW + BK * SPLITS - 1) // (BK * SPLITS)  # of each part
+    for step in tl.range(part * steps, (part + 1) * steps, num_stages=STAGES):
         column = step * BK
         k0 = column
         if TOTAL > 1:
@@ -185,7 +196,20 @@ def _product_kernel(
             if GATED:
                 at += N // BLOCK_ROWS * SCALE_N
                 acc_up = accumulate(
-                    acc_up, u, v, scales, offsets, at, n_ok[:, None], 4 * field, KIND, SCALE, OFFSETS, GROUP, SCALED, ASM
+                    acc_up,
+                    u,
+                    v,
+                    scales,
+                    offsets,
+                    at,
+                    n_ok[:, None],
+                    4 * field,
+                    KIND,
+                    SCALE,
+                    OFFSETS,
+                    GROUP,
+                    SCALED,
+                    ASM,
                 )
     if GROUP == 0:
         acc *= scale_of(tl.load(scales + n, mask=n_ok, other=0), SCALE)[:, None]
@@ -199,11 +223,52 @@ def _product_kernel(
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     ok = n_ok[:, None] & m_ok[None, :]
     if ADD:
-        acc += tl.load(residual + m[None, :].to(tl.int64) * residual_row + n[:, None], mask=ok, other=0.0).to(tl.float32)
+        acc += tl.load(residual + m[None, :].to(tl.int64) * residual_row + n[:, None], mask=ok, other=0.0).to(
+            tl.float32
+        )
+    out += part.to(tl.int64) * rows * out_row
     tl.store(out + m[None, :].to(tl.int64) * out_row + n[:, None], acc.to(out.dtype.element_ty), mask=ok)
 
 
-TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+@triton.jit
+def _sum(parts, n, ok, row, rows, parts_row, SPLITS: tl.constexpr):
+    total = tl.zeros([n.shape[0]], tl.float32)
+    for part in tl.static_range(SPLITS):
+        total += tl.load(parts + (row + part * rows) * parts_row + n, mask=ok, other=0.0)
+    return total
+
+
+@triton.jit
+def _add_kernel(
+    parts,
+    bias,
+    residual,
+    out,
+    parts_row,
+    residual_row,
+    out_row,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    n = tl.program_id(1) * 1024 + tl.arange(0, 1024)
+    ok = n < N
+    wait_for_previous(PDL)
+    y = _sum(parts, n, ok, row, rows, parts_row, SPLITS)
+    if BIAS:
+        y += tl.load(bias + n, mask=ok, other=0.0).to(tl.float32)
+    if GATED:
+        u = _sum(parts + N, n, ok, row, rows, parts_row, SPLITS)
+        if BIAS:
+            u += tl.load(bias + N + n, mask=ok, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * u
+    if ADD:
+        y += tl.load(residual + row * residual_row + n, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row * out_row + n, y.to(out.dtype.element_ty), mask=ok)
 
 
 def product(
@@ -230,21 +295,41 @@ def product(
     assert not (gated and residual is not None)
     assert not (gated and weight.block and n % BLOCK), "a block has rows of gate and of up"
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if out is None else out
+    if tile.splits > 1:
+        parts = torch.empty(tile.splits * rows, weight.outputs, dtype=torch.float32, device=x.device)
+        _launch(x, weight, tile, None, None, False, parts, rows)
+        return _add_parts(parts, tile.splits, bias, residual, gated, out)
+    _launch(x, weight, tile, bias, residual, gated, out, rows)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: DeviceWeight,
+    tile: Tile,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    rows: int,
+) -> None:
+    k, n = weight.inputs, weight.outputs // (2 if gated else 1)
     total = FIELDS if weight.kind == "int4" else 1
     numbers = weight.numbers if weight.kind == "int4" else weight.numbers.view(torch.uint8)
     offsets, addend = weight.offsets, x if residual is None else residual
     constant = -(FIXED_ZERO + magic(x.dtype)) if weight.kind == "int4" else 0
     words = min(tile.words, weight.width) if weight.group or total > 1 else tile.words
-    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
+    sizes: dict[str, Any] = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
     sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
-    sizes |= {"SCALE": TRITON_DTYPES[weight.scale_dtype], "OFFSETS": constant if offsets is None else 1}
+    sizes |= {"SCALE": str(weight.scale_dtype).removeprefix("torch."), "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": words, "TOTAL": total}
     sizes |= {"SCALED": tile.scaled and weight.group > 0 and total > 1}
-    sizes |= {"STAGES": tile.stages, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
-    sizes |= {"ASM": has_assembly(x.dtype), **pdl_args(x.device)}
+    sizes |= {"STAGES": tile.stages, "LINES": tile.lines, "SPLITS": tile.splits}
+    sizes |= {"BIAS": bias is not None, "ADD": residual is not None}
+    sizes |= {"GATED": gated, "ASM": has_assembly(x.dtype), **pdl_args(x.device)}
     optional = weight.scales if offsets is None else offsets, weight.scales if bias is None else bias, addend
-    _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs),)](
+    _product_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.outputs), tile.splits)](
         x,
         numbers,
         weight.scales,
@@ -256,5 +341,27 @@ def product(
         out.stride(0),
         **sizes,
         num_warps=tile.warps,
+    )
+
+
+def _add_parts(
+    parts: Tensor, splits: int, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor
+) -> Tensor:
+    """Adds the results [splits * R, N] of the parts of K, then does what `product` does after a product."""
+    rows, n = out.shape
+    addend = out if residual is None else residual
+    sizes = {"N": n, "SPLITS": splits, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
+    grid = rows, triton.cdiv(n, 1024)
+    _add_kernel[grid](
+        parts,
+        parts if bias is None else bias,
+        addend,
+        out,
+        parts.stride(0),
+        addend.stride(0),
+        out.stride(0),
+        **sizes,
+        **pdl_args(out.device),
+        num_warps=4,
     )
     return out

@@ -12,6 +12,8 @@ There are no atomics, and a row's result does not depend on the other rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.quantized.device_weight import FIELDS, DeviceWeight
-from engine.kernels.quantized.product import TRITON_DTYPES, Tile, accumulate, prefetch, scale_of
+from engine.kernels.quantized.product import Tile, accumulate, prefetch, scale_of
 from engine.kernels.quantized.unpack import has_assembly, magic
 from engine.quantization.weight import BLOCK, FIXED_ZERO
 
@@ -54,6 +56,7 @@ def _split_kernel(
     TOTAL: tl.constexpr,
     SPLIT: tl.constexpr,  # parts of K
     STAGES: tl.constexpr,
+    LINES: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
@@ -66,9 +69,9 @@ def _split_kernel(
     even_k: tl.constexpr = K == ROW * TOTAL and ROW % (BK * SPLIT) == 0
     m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
     m_ok, n_ok = m < rows, n < N
-    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+    prefetch(numbers, n, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, LINES, PDL)
     if GATED:
-        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, PDL)
+        prefetch(numbers, n + N, n_ok, ROW * numbers.dtype.element_ty.primitive_bitwidth // 8, LINES, PDL)
     wait_for_previous(PDL)
     first = tl.arange(0, SPLIT)[:, None, None] * (steps * BK)  # first word of each part
     n3, n3_ok = n[None, :, None], n_ok[None, :, None]
@@ -94,7 +97,9 @@ def _split_kernel(
             acc = accumulate(acc, w, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, ASM)
             if GATED:
                 at += N // BLOCK_ROWS * SCALE_N
-                acc_up = accumulate(acc_up, u, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, ASM)
+                acc_up = accumulate(
+                    acc_up, u, v, scales, offsets, at, n3_ok, 4 * field, KIND, SCALE, OFFSETS, GROUP, False, ASM
+                )
     y = tl.sum(acc, 0)
     u = tl.sum(acc_up, 0)
     if GROUP == 0:
@@ -145,13 +150,13 @@ def split_product(
     numbers = weight.numbers if weight.kind == "int4" else weight.numbers.view(torch.uint8)
     offsets, addend = weight.offsets, x if residual is None else residual
     constant = -(FIXED_ZERO + magic(x.dtype)) if weight.kind == "int4" else 0
-    sizes = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
+    sizes: dict[str, Any] = {"N": n, "K": k, "ROW": numbers.shape[1], "KIND": weight.kind}
     sizes |= {"SCALE_G": weight.scales.stride(0), "SCALE_N": weight.scales.stride(1)}
-    sizes |= {"SCALE": TRITON_DTYPES[weight.scale_dtype], "OFFSETS": constant if offsets is None else 1}
+    sizes |= {"SCALE": str(weight.scale_dtype).removeprefix("torch."), "OFFSETS": constant if offsets is None else 1}
     sizes |= {"GROUP": weight.group, "BLOCK_ROWS": BLOCK if weight.block else 1, "WIDTH": weight.width}
     sizes |= {"BM": tile.rows, "BN": tile.outputs, "BK": tile.words, "TOTAL": total, "SPLIT": tile.warps}
-    sizes |= {"STAGES": tile.stages, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
-    sizes |= {"ASM": has_assembly(x.dtype), **pdl_args(x.device)}
+    sizes |= {"STAGES": tile.stages, "LINES": tile.lines, "BIAS": bias is not None, "ADD": residual is not None}
+    sizes |= {"GATED": gated, "ASM": has_assembly(x.dtype), **pdl_args(x.device)}
     optional = weight.scales if offsets is None else offsets, weight.scales if bias is None else bias, addend
     _split_kernel[(triton.cdiv(n, tile.outputs),)](
         x,

@@ -33,7 +33,7 @@ def magic(dtype: torch.dtype) -> int:
 def _int4(words, shift, offset):
     """Converts the 4 bits at `shift` of int16 words to the dtype of `offset` and adds `offset`."""
     if offset.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 t, one;
             mov.b32 one, 0x3C003C00;
@@ -48,7 +48,7 @@ def _int4(words, shift, offset):
             pack=2,
         )
     else:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 t, one;
             mov.b32 one, 0x3F803F80;
@@ -62,13 +62,14 @@ def _int4(words, shift, offset):
             is_pure=True,
             pack=2,
         )
+    return result
 
 
 @triton.jit
 def _scaled_int4(words, shift, offset, high, low):
     """Converts as `_int4`, then multiplies by the scale high + low with one rounding."""
     if offset.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 t, u, one, zero;
             mov.b32 one, 0x3C003C00;
@@ -86,7 +87,7 @@ def _scaled_int4(words, shift, offset, high, low):
             pack=2,
         )
     else:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 t, u, one, zero;
             mov.b32 one, 0x3F803F80;
@@ -103,13 +104,14 @@ def _scaled_int4(words, shift, offset, high, low):
             is_pure=True,
             pack=2,
         )
+    return result
 
 
 @triton.jit
 def _int8(numbers, offset):
     """Converts int8 to the dtype of `offset` and adds `offset`."""
     if offset.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, one, bias;
             mov.b32 one, 0x3C003C00;
@@ -130,7 +132,7 @@ def _int8(numbers, offset):
             pack=4,
         )
     else:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, s, t, one, minus;
             mov.b32 one, 0x3F803F80;
@@ -152,25 +154,24 @@ def _int8(numbers, offset):
             is_pure=True,
             pack=4,
         )
+    return result
 
 
 @triton.jit
 def _fp8(codes, HALF: tl.constexpr):
-    """Converts e4m3 bytes to float16 (HALF) or bfloat16."""
+    """Converts e4m3 bytes to float16 (HALF) or bfloat16. The byte permutation fills the upper byte with the sign."""
     if HALF:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, s, t, up, zero;
+            .reg .b32 a, b, up, zero;
             mov.b32 up, 0x5C005C00;
             mov.b32 zero, 0x80008000;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.b32 s, a, 1;
-            shr.b32 t, b, 1;
-            and.b32 s, s, 0x3F803F80;
-            and.b32 t, t, 0x3F803F80;
-            lop3.b32 a, a, 0x80008000, s, 0xEA;
-            lop3.b32 b, b, 0x80008000, t, 0xEA;
+            prmt.b32 a, $2, 0, 0x9180;
+            prmt.b32 b, $2, 0, 0xB3A2;
+            shl.b32 a, a, 7;
+            shl.b32 b, b, 7;
+            and.b32 a, a, 0xBF80BF80;
+            and.b32 b, b, 0xBF80BF80;
             fma.rn.f16x2 $0, a, up, zero;
             fma.rn.f16x2 $1, b, up, zero;
             }""",
@@ -181,19 +182,17 @@ def _fp8(codes, HALF: tl.constexpr):
             pack=4,
         )
     else:
-        return tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, s, t, up, zero;
+            .reg .b32 a, b, up, zero;
             mov.b32 up, 0x7B807B80;
             mov.b32 zero, 0x80008000;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.b32 s, a, 4;
-            shr.b32 t, b, 4;
-            and.b32 s, s, 0x07F007F0;
-            and.b32 t, t, 0x07F007F0;
-            lop3.b32 a, a, 0x80008000, s, 0xEA;
-            lop3.b32 b, b, 0x80008000, t, 0xEA;
+            prmt.b32 a, $2, 0, 0x9180;
+            prmt.b32 b, $2, 0, 0xB3A2;
+            shl.b32 a, a, 4;
+            shl.b32 b, b, 4;
+            and.b32 a, a, 0x87F087F0;
+            and.b32 b, b, 0x87F087F0;
             fma.rn.bf16x2 $0, a, up, zero;
             fma.rn.bf16x2 $1, b, up, zero;
             }""",
@@ -203,6 +202,7 @@ def _fp8(codes, HALF: tl.constexpr):
             is_pure=True,
             pack=4,
         )
+    return result
 
 
 @triton.jit
@@ -223,11 +223,11 @@ def convert(tile, shift, offset, KIND: tl.constexpr, ASM: tl.constexpr):
     """
     if ASM:
         if KIND == "int4":
-            return _int4(tile, shift, offset)
+            result = _int4(tile, shift, offset)
         elif KIND == "int8":
-            return _int8(tile, offset)
+            result = _int8(tile, offset)
         else:
-            return _fp8(tile, offset.dtype == tl.float16)
+            result = _fp8(tile, offset.dtype == tl.float16)
     else:
         if KIND == "int4":
             magic: tl.constexpr = 1024.0 if offset.dtype == tl.float16 else 128.0
@@ -236,7 +236,8 @@ def convert(tile, shift, offset, KIND: tl.constexpr, ASM: tl.constexpr):
             number = tile.to(tl.int8, bitcast=True).to(tl.float32) + offset.to(tl.float32)
         else:
             number = e4m3(tile)
-        return number.to(offset.dtype)
+        result = number.to(offset.dtype)
+    return result
 
 
 @triton.jit
@@ -245,6 +246,7 @@ def convert_scaled(words, shift, offset, scale, ASM: tl.constexpr):
     if ASM:
         high = scale.to(offset.dtype)
         low = (scale - high.to(tl.float32)).to(offset.dtype)
-        return _scaled_int4(words, shift, offset, high, low)
+        result = _scaled_int4(words, shift, offset, high, low)
     else:
-        return (convert(words, shift, offset, "int4", ASM).to(tl.float32) * scale).to(offset.dtype)
+        result = (convert(words, shift, offset, "int4", ASM).to(tl.float32) * scale).to(offset.dtype)
+    return result

@@ -1,9 +1,9 @@
 """Products of many rows: with 8-bit inputs on the tensor cores' 8-bit types, or over a dequantised scratch.
 
-    fp8, scale per output       inputs quantised per token (or by the checkpoint's scale), `torch._scaled_mm`
-    fp8, scale per block        inputs quantised per token and 128 columns, `torch._scaled_mm` with blocks (Hopper)
-    int8, scale per output      inputs quantised per token, `torch._int_mm`
-    others                      the weight is dequantised to a scratch, which cuBLAS multiplies
+fp8, scale per output       inputs quantised per token (or by the checkpoint's scale), `torch._scaled_mm`
+fp8, scale per block        inputs quantised per token and 128 columns, `torch._scaled_mm` with blocks (Hopper)
+int8, scale per output      inputs quantised per token, `torch._int_mm`
+others                      the weight is dequantised to a scratch, which cuBLAS multiplies
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def wide_product(x: Tensor, weight: DeviceWeight, *, norm: Tensor | None = None,
         product = torch._int_mm(numbers, weight.numbers.t())
         return product.mul(scales).mul_(weight.scales).to(x.dtype)
     group = weight.group > 0
-    numbers, scales = quantize(
-        x, torch.float8_e4m3fn, group=group, static=weight.input_scale, norm=norm, eps=eps
-    )
+    numbers, scales = quantize(x, torch.float8_e4m3fn, group=group, static=weight.input_scale, norm=norm, eps=eps)
     if group:
         return _block_product(numbers, scales, weight.numbers, weight.scales).to(x.dtype)
     result = torch._scaled_mm(
