@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from engine.kernels.experts import small
+from engine.kernels.experts import small, vector
 from engine.kernels.experts.grouped import many_rows
 from engine.kernels.experts.layer import mixture
 from engine.kernels.experts.routing import RoutingRule, max_block_count, route, sort_copies
@@ -105,6 +105,7 @@ def test_every_mxfp4_byte_is_unpacked_at_every_place(device):
 def few_programs(monkeypatch):
     """Gives the programs of tiny shapes more rows in the interpreter, which takes as long for few rows."""
     if not torch.cuda.is_available():
+        monkeypatch.setattr(vector, "TILES", ((32, 128, 4), (64, 128, 4)))
         monkeypatch.setattr(small, "_tiles", lambda kind: ((32, 128, 2, 4), (64, 128, 2, 4)))
 
 
