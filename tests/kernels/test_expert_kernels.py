@@ -131,6 +131,14 @@ def test_mixture(kind, gpt_oss, tokens, max_few, device, gen):
     assert error(got, x.double() + case.expected(x)) < 5e-6
 
 
+def test_a_step_has_one_scale_of_fp8_blocks(device, gen, monkeypatch):
+    """Tiles that are deeper than a block of 128 inputs are cut."""
+    monkeypatch.setattr(small, "_tiles", lambda kind: ((32, 256, 2, 4), (64, 256, 2, 4)))
+    case = ExpertCase.make("fp8_block", RoutingRule(2), device, gen, experts=3, hidden=288, inner=160)
+    x = torch.randn(1, 288, generator=gen, device=device)
+    assert error(mixture(x, case.layer, case.norm, case.eps), case.expected(x)) < 5e-6
+
+
 @pytest.mark.parametrize("max_few", [99, 0])
 @pytest.mark.parametrize("rule", [RULES["not normalised"], RULES["sigmoid"]])
 def test_rules_reach_the_products(rule, max_few, device, gen):
