@@ -110,7 +110,7 @@ def candidates(kind: str, rows: int) -> list[Method]:
     if rows >= 8192:
         found = []
     if kind in ("fp8", "fp8 blocks", "int8"):
-                found += ["wide"] if rows >= 32 else []
+        found += ["wide"] if rows >= 32 else []
     return found + (["scratch"] if rows >= 128 else [])
 
 

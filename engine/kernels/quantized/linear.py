@@ -10,7 +10,7 @@ from engine.kernels.norm import rms_norm, silu_mul
 from engine.kernels.quantized.choice import Method, choose
 from engine.kernels.quantized.dequantize import dequantize
 from engine.kernels.quantized.device_weight import DeviceWeight
-from engine.kernels.quantized.product import Tile, product
+from engine.kernels.quantized.product import product
 from engine.kernels.quantized.split import can_split, split_product
 from engine.kernels.quantized.wide import wide_product
 from engine.quantization.weight import BLOCK
