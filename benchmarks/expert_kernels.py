@@ -260,7 +260,7 @@ def measure_rows(
             f"{name} {tiles}",
             lambda x, one, compute=compute, tiles=tiles: compute(
                 x, *routed[id(one)], one.gate_up, one.down, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias,
-                residual=x, tiles=tiles, **shared,
+                residual=x, tiles=tiles, **(shared if compute is small.few_rows else {"gpt_oss": True}),
             ),
         )  # fmt: skip
     mean = grouped.block_rows(rows * top_k, len(layers[0].router), layers[0].gate_up.kind)
