@@ -28,6 +28,7 @@ from common.kv_layout import KVLayout
 from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
+from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
@@ -82,12 +83,16 @@ class Engine:
         `start_ranks` starts the other ranks if tensor_parallel_size is above 1; the engine closes them.
         """
         self.config = config
-        source = open_model(config.model_dir, config.load_format, config.weights_seed, config.weights)
+        form = config.load_format, config.weights_seed, config.weights
+        source = open_model(config.model_dir, *form, deterministic=config.deterministic)
         self.spec = spec = source.spec
         self.device = device = config.resolve_device()
         if config.weights != "auto" and device.type != "cpu":
             problem = f"{config.weights} is for CPUs, and the device is {device}: use --weights auto or --device cpu"
             raise ConfigError(f"weights: {problem}", field="weights")
+        if config.deterministic:
+            check_deterministic(spec, config.resolve_dtype(device), device)
+            log.info("deterministic: the bits of a token do not depend on batch, chunks, cache hits or drafts")
         make_current(device)
         torch.set_num_threads(config.threads_per_rank)
         self.rank_group: RankGroup | None = None
@@ -366,12 +371,14 @@ class Engine:
     def _build_runner(
         self, limits: SchedulerConfig, model: Model, make_draft: BuildDraftModel | None, graphs: bool, kv: KVPool
     ) -> ModelRunner:
-        attention: AttentionClass = TritonAttention if self.device.type == "cuda" else TorchAttention
+        on_gpu, fixed = self.device.type == "cuda", self.config.deterministic
+        attention: AttentionClass = TritonAttention if on_gpu else TorchAttention
+        fixed_attention: AttentionClass = FixedOrderAttention if on_gpu else RowWiseAttention
         spec = self._builder.shard.shard_spec(self.spec)
-        backend = attention(
+        backend = (fixed_attention if fixed else attention)(
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
-        draft = None if make_draft is None else make_draft(kv, attention)
+        draft = None if make_draft is None else make_draft(kv, attention)  # drafts change no token, so any order will do
         return ModelRunner(
             model,
             kv,

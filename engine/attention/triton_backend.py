@@ -242,16 +242,18 @@ class TritonAttention:
             return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if (span := metadata.decode) is not None:
-            rows = span.tables, span.cu_q, span.seq_lens, metadata.plans[window], self._workspace(span.max_new)
-            query_part, out_part = query[span.tokens], out[span.tokens]
-            self._decode.paged_decode(
-                query_part, cache, *rows, max_query=span.max_new, first=self._first, out=out_part, **self._score
-            )
+            self._attend_decode(query[span.tokens], cache, span, metadata.plans[window], out[span.tokens])
         for span in metadata.paged:
             self._attend_paged(query[span.tokens], cache, span, window, out[span.tokens])
         for row in metadata.dense_rows:
             self._attend_dense(query[row.tokens], kv[row.tokens], cache, row, window, out[row.tokens])
         return out
+
+    def _attend_decode(self, query: Tensor, cache: LayerKV, span: RowSpan, plan: DecodePlan, out: Tensor) -> None:
+        rows = span.tables, span.cu_q, span.seq_lens, plan, self._workspace(span.max_new)
+        self._decode.paged_decode(
+            query, cache, *rows, max_query=span.max_new, first=self._first, out=out, **self._score
+        )
 
     def _attend_paged(
         self, query: Tensor, cache: LayerKV, span: RowSpan, window: int | None, out: Tensor | None

@@ -17,7 +17,7 @@ from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
-from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
+from engine.models.ops import AllReduce, AttentionFn, RowWiseOps, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
 from engine.models.spec import ModelSpec
 
 #: The last layer attends for the requested rows alone if there are at most MAX_SINGLE_ROWS of them and the step has at
@@ -58,6 +58,7 @@ class Decoder(nn.Module):
         max_len: longest sequence in tokens; sizes the rope tables.
         fused: use Triton kernels instead of plain torch; needs the Triton attention backend. None: True on a GPU.
         all_reduce: makes this a tensor-parallel shard; has the meaning of `all_reduce` in `TorchOps`.
+        deterministic: compute every token in one order of sums. The attention backend must do so too.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Decoder(nn.Module):
         *,
         fused: bool | None = None,
         all_reduce: AllReduce | None = None,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -80,7 +82,7 @@ class Decoder(nn.Module):
             self.head = self.embedding if spec.tie_word_embeddings else own_head
         allocate(self, device, dtype)
         self.capturable = device.type == "cuda" if fused is None else fused
-        self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce)
+        self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce, deterministic=deterministic)
 
     @property
     def layer_list(self) -> list[Layer]:
@@ -128,13 +130,21 @@ class Decoder(nn.Module):
 
 
 def make_ops(
-    spec: ModelSpec, max_len: int, device: torch.device, dtype: torch.dtype, fused: bool, all_reduce: AllReduce | None
+    spec: ModelSpec,
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    fused: bool,
+    all_reduce: AllReduce | None,
+    *,
+    deterministic: bool = False,
 ) -> TorchOps:
     """Makes the operations of a decoder's layers; `fused` selects Triton kernels."""
     cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
     if fused:
+        from engine.models.fixed_order import FixedOrderOps
         from engine.models.fused import FusedOps
 
-        return FusedOps(cos.to(device), sin.to(device), all_reduce)
+        return (FixedOrderOps if deterministic else FusedOps)(cos.to(device), sin.to(device), all_reduce)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    return TorchOps(cos.to(device, dtype), sin.to(device, dtype), all_reduce)
+    return (RowWiseOps if deterministic else TorchOps)(cos.to(device, dtype), sin.to(device, dtype), all_reduce)

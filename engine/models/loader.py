@@ -29,6 +29,7 @@ class ModelSource:
     model_dir: Path
     seed: int | None  # Seed of random weights. None: the weights are the directory's safetensors files.
     weights: str = "auto"  # Form of the weights: in the dtype of the model (auto), or int8.
+    deterministic: bool = False  # Compute every token in one order of sums.
 
     def revision(self, device: torch.device) -> str:
         """Returns 16 hex digits for configuration and weights. Equal revisions compute the same KV on `device`."""
@@ -36,7 +37,10 @@ class ModelSource:
             revision = weights.weights_revision(self.spec, self.model_dir)
         else:
             revision = weights.digest(f"dummy {self.seed} {device.type} {self.spec!r}")
-        return revision if self.weights == "auto" else weights.digest(f"{revision} {self.weights}")
+        forms = [self.weights] if self.weights != "auto" else []
+        # The KV of the deterministic mode has other bits, so pods with and without it must not exchange blocks.
+        forms += ["deterministic"] if self.deterministic else []
+        return weights.digest(" ".join([revision, *forms])) if forms else revision
 
     @torch.inference_mode()
     def load(
@@ -62,8 +66,11 @@ class ModelSource:
                 if self.weights != "auto":
                     problem = f"{spec.architecture} is computed by transformers, in its dtype only"
                     raise ConfigError(f"weights {self.weights}: {problem}: use --weights auto", field="weights")
+                if self.deterministic:
+                    problem = f"{spec.architecture} is computed by transformers, which has no fixed order of sums"
+                    raise ConfigError(f"deterministic: {problem}: leave it off for this model", field="deterministic")
                 return load_hf_model(spec, self.model_dir, device, dtype, seed=self.seed)
-            model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce)
+            model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce, deterministic=self.deterministic)
             if self.seed is None:
                 assert isinstance(self.spec, ModelSpec)
                 weights.load_weights(model, self.model_dir, self.spec, shard)
@@ -74,11 +81,13 @@ class ModelSource:
             return model
 
 
-def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: str = "auto") -> ModelSource:
+def open_model(
+    model_dir: Path, load_format: str = "auto", seed: int = 0, form: str = "auto", *, deterministic: bool = False
+) -> ModelSource:
     """Reads a model directory's configuration. Raises ConfigError if it is malformed, or the model is not supported.
 
     load_format "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only. `form`
-    is the field `weights` of the result.
+    and `deterministic` are the fields `weights` and `deterministic` of the result.
     """
     config, generation = read_config(model_dir)
     try:
@@ -90,4 +99,4 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: 
             remedy = "other models need transformers: pip install 'baton-serving[hf]'"
             raise ConfigError(f"{reason.message}; {remedy} ({error})", field="model") from error
         spec = trace_spec(model_dir, eos_token_ids(config, generation))
-    return ModelSource(spec, model_dir, seed if load_format == "dummy" else None, form)
+    return ModelSource(spec, model_dir, seed if load_format == "dummy" else None, form, deterministic)

@@ -1,0 +1,292 @@
+"""Products with the model's weights, x @ weight.T, whose bits do not depend on the number of rows.
+
+Each output is one sum over k in ascending order, in one float32 accumulator of the tensor cores, 16 products at a time.
+Tiles, warps and pipeline stages change with the number of rows; the order of a sum does not. There is no split of K.
+
+    rows     kernel           tile
+    1..16    `_tile_kernel`   16 rows (mma.sync on Hopper)
+    17..     `_tile_kernel`   64 or 128 rows (wgmma on Hopper)
+    many     `_wide_kernel`   128 rows x 256 outputs, persistent, on TMA descriptors (Hopper)
+
+`benchmarks/deterministic.py --kernels` proves on a card that all shapes give equal bits. The operation after the
+product is fused, in float32: bias, then SiLU x mul, or a residual add.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.kernels.gemm import load_tile
+from engine.kernels.pdl import pdl_args, wait_for_previous
+
+
+class TileShape(NamedTuple):
+    """The shape of a program of `_tile_kernel`."""
+
+    rows: int
+    outputs: int  # With a gate: outputs of gate, and as many of up.
+    depth: int  # Numbers of K that are loaded at once.
+    stages: int  # Pipeline stages.
+    warps: int = 4
+    swap: bool = False  # The weights are the left operand of the product.
+    prefetch: int = 16  # Lines of 128 bytes of each weight row that a program prefetches; a power of two, or 0.
+
+
+class WideShape(NamedTuple):
+    """The shape of a program of `_wide_kernel`."""
+
+    rows: int = 128
+    columns: int = 256  # Columns of the accumulator. With a gate: half gate, half up.
+    depth: int = 64
+    stages: int = 4
+    group: int = 16  # Tile rows of a band, see `engine/kernels/gemm.py`.
+
+
+@triton.jit
+def _prefetch(rows, BN: tl.constexpr, LINES: tl.constexpr):
+    """Brings the first LINES lines of 128 bytes of each row to the L2 cache. `rows` has a pointer to each row."""
+    line = tl.arange(0, LINES) * (128 // (rows.dtype.element_ty.primitive_bitwidth // 8))
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [rows[:, None] + line[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tile_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    rows,
+    x_row,
+    w_row,
+    residual_row,
+    out_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    SWAP: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Programs of the same outputs follow each other, so that the weights are read from device memory once.
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    if PDL and LINES > 0:  # weights are constant, so they may be read while the kernel that computes x still runs
+        first_rows = weight + tl.minimum(n, N - 1).to(tl.int64) * w_row
+        _prefetch(first_rows, BN, LINES)
+        if GATED:
+            _prefetch(first_rows + N * w_row, BN, LINES)
+    if SWAP:
+        m = m[None, :]
+        n = n[:, None]
+        kn = k[None, :]
+        km = k[:, None]
+    else:
+        m = m[:, None]
+        n = n[None, :]
+        kn = k[:, None]
+        km = k[None, :]
+    m_ok = m < rows
+    n_ok = n < N
+    src = weight + n.to(tl.int64) * w_row + kn
+    up_src = src + N * w_row
+    x_src = x + m.to(tl.int64) * x_row + km
+    even: tl.constexpr = K % BK == 0 and N % BN == 0
+    wait_for_previous(PDL)
+    acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
+    acc_up = acc
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        w = load_tile(src, n_ok, kn, start, K, even)
+        v = load_tile(x_src, m_ok, km, start, K, False)
+        acc = tl.dot(w, v, acc, input_precision="ieee") if SWAP else tl.dot(v, w, acc, input_precision="ieee")
+        if GATED:
+            u = load_tile(up_src, n_ok, kn, start, K, even)
+            acc_up = (
+                tl.dot(u, v, acc_up, input_precision="ieee") if SWAP else tl.dot(v, u, acc_up, input_precision="ieee")
+            )
+    if BIAS:
+        acc += tl.load(bias + n, mask=n_ok, other=0.0).to(tl.float32)
+    if GATED:
+        if BIAS:
+            acc_up += tl.load(bias + N + n, mask=n_ok, other=0.0).to(tl.float32)
+        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    ok = m_ok & n_ok
+    if ADD:
+        acc += tl.load(residual + m.to(tl.int64) * residual_row + n, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64) * out_row + n, acc.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _finish(acc, bias, residual, out, m0, n0, N: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr):
+    """Adds bias and residual to a tile of results, and stores it."""
+    if BIAS:
+        n = n0 + tl.arange(0, BN)
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if ADD:
+        acc += residual.load([m0, n0]).to(tl.float32)
+    out.store([m0, n0], acc.to(out.dtype))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _wide_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    SMS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    # A tile is BM rows and 2 * BN accumulators of each row: BN outputs of gate and of up, or 2 * BN outputs.
+    width: tl.constexpr = BN if GATED else 2 * BN
+    tiles_m = tl.cdiv(rows, BM)
+    tiles_n: tl.constexpr = (N + width - 1) // width
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, SMS, flatten=True):
+        first = tile // (GROUP * tiles_n) * GROUP
+        size = tl.minimum(tiles_m - first, GROUP)
+        m0 = (first + tile % (GROUP * tiles_n) % size) * BM
+        n0 = tile % (GROUP * tiles_n) // size * width
+        acc = tl.zeros([BM, 2 * BN], tl.float32)
+        for k0 in tl.range(0, K, BK, num_stages=STAGES):
+            a = x.load([m0, k0])
+            if GATED:
+                w = weight.load([0, n0, k0]).reshape(2 * BN, BK)
+            else:
+                w = weight.load([n0, k0])
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        left, right = acc.reshape(BM, 2, BN).permute(0, 2, 1).split()
+        if GATED:
+            if BIAS:
+                n = n0 + tl.arange(0, BN)
+                left += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+                right += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            out.store([m0, n0], (left / (1.0 + tl.exp(-left)) * right).to(out.dtype))
+        else:
+            _finish(left, bias, residual, out, m0, n0, N, BN, BIAS, ADD)
+            _finish(right, bias, residual, out, m0, n0 + BN, N, BN, BIAS, ADD)
+
+
+def tile_shape(rows: int, n: int, gated: bool, itemsize: int) -> TileShape | WideShape:
+    """Returns the shape for a product of `rows` rows and n outputs."""
+    if rows <= 16:
+        if gated:
+            return TileShape(16, 32, 512 // itemsize, 4)
+        if n <= 32 * 132:
+            return TileShape(16, 32, 512 // itemsize, 6)
+        return TileShape(16, 64, 256 // itemsize, 5) if n <= 64 * 132 else TileShape(16, 128, 256 // itemsize, 3)
+    if rows <= 64:
+        return TileShape(64, 64, 64, 4)
+    return TileShape(128, 64, 64, 4) if rows <= 512 else WideShape()
+
+
+def _lines(row_bytes: int, most: int) -> int:
+    """Returns how many lines of 128 bytes of a weight row are prefetched: a power of two, at most `most`, or 0."""
+    lines = min(row_bytes // 128, most)
+    return 1 << (lines.bit_length() - 1) if lines else 0
+
+
+def _can_be_wide(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> bool:
+    """Returns whether TMA can read and write the matrices: 16-bit numbers, rows of multiples of 16 bytes."""
+    matrices = [x, weight, out] + ([] if residual is None else [residual])
+    return all(m.element_size() == 2 and m.stride(0) % 8 == 0 and m.data_ptr() % 16 == 0 for m in matrices)
+
+
+def fixed_order_gemm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    shape: TileShape | WideShape | None = None,
+) -> Tensor:
+    """Computes x @ weight.T. Returns [R, N], or [R, N / 2] if gated. A row's bits do not depend on other rows.
+
+    Args:
+        x, weight: [R, K] and [N, K] of one dtype, any row stride.
+        bias: [N].
+        residual: [R, N], added to the result. Not with `gated`.
+        gated: the first half of weight's rows is gate, the second is up; the result is silu(gate) * up.
+        out: result. None allocates it; may be residual.
+        shape: tiles. None selects them.
+    """
+    rows, k = x.shape
+    n = weight.shape[0] // (2 if gated else 1)
+    assert weight.shape[1] == k
+    assert x.stride(1) == weight.stride(1) == 1
+    assert not (gated and residual is not None)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if out is None else out
+    shape = tile_shape(rows, n, gated, x.element_size()) if shape is None else shape
+    flags = {"BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
+    addends = weight if bias is None else bias, x if residual is None else residual
+    if isinstance(shape, WideShape):
+        if _can_be_wide(x, weight, out, residual):
+            _launch_wide(x, weight, *addends, out, n, shape, flags)
+            return out
+        shape = TileShape(128, 64, 64, 4)
+    strides = [matrix.stride(0) for matrix in (x, weight, addends[1], out)]
+    sizes = {"N": n, "K": k, "BM": shape.rows, "BN": shape.outputs, "BK": shape.depth, "STAGES": shape.stages}
+    _tile_kernel[(triton.cdiv(rows, shape.rows), triton.cdiv(n, shape.outputs))](
+        x, weight, *addends, out, rows, *strides, **sizes, **flags, SWAP=shape.swap,
+        LINES=_lines(k * x.element_size(), shape.prefetch), num_warps=shape.warps,
+        enable_fp_fusion=False, **pdl_args(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _launch_wide(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    n: int,
+    shape: WideShape,
+    flags: dict[str, bool],
+) -> None:
+    rows, k = x.shape
+    bm, columns, bk = shape.rows, shape.columns, shape.depth
+    bn = columns // 2
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    if flags["GATED"]:
+        weight_tiles = TensorDescriptor(weight, [2, n, k], [n * weight.stride(0), weight.stride(0), 1], [2, bn, bk])
+    else:
+        weight_tiles = TensorDescriptor.from_tensor(weight, [columns, bk])
+    tiles = [TensorDescriptor.from_tensor(matrix, [bm, bn]) for matrix in (residual if flags["ADD"] else out, out)]
+    sizes = {"N": n, "K": k, "BM": bm, "BN": bn, "BK": bk, "GROUP": shape.group, "SMS": programs}
+    _wide_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, [bm, bk]), weight_tiles, bias, *tiles, rows,
+        **sizes, STAGES=min(shape.stages, 3) if flags["ADD"] else shape.stages, **flags, num_warps=8,
+        enable_fp_fusion=False,
+    )  # fmt: skip
