@@ -43,6 +43,8 @@ PRODUCTS = (
 )
 SMALL = (
     TileShape(16, 32, 256, 4),
+    TileShape(16, 32, 256, 4, early=False),
+    TileShape(16, 32, 256, 4, early=False, prefetch=16),
     TileShape(16, 32, 256, 6),
     TileShape(16, 64, 128, 5),
     TileShape(16, 128, 128, 3),
@@ -52,6 +54,9 @@ SMALL = (
 )
 MIDDLE = (
     TileShape(64, 32, 128, 4),
+    TileShape(32, 32, 128, 4),  # mma.sync; two tiles of rows
+    TileShape(64, 64, 64, 4, early=False),
+    TileShape(64, 64, 64, 5, early=False, prefetch=4),
     TileShape(64, 64, 64, 4),
     TileShape(64, 64, 128, 3),
     TileShape(64, 64, 128, 4),

@@ -35,7 +35,8 @@ class TileShape(NamedTuple):
     stages: int  # Pipeline stages.
     warps: int = 4
     swap: bool = False  # The weights are the left operand of the product.
-    prefetch: int = 16  # Lines of 128 bytes of each weight row that a program prefetches; a power of two, or 0.
+    early: bool = True  # The first tile of weights is loaded before the kernel that computes x has ended.
+    prefetch: int = 0  # Lines of 128 bytes of each weight row that a program prefetches before that; a power of two, or 0.
 
 
 class WideShape(NamedTuple):
@@ -62,6 +63,16 @@ def _prefetch(rows, BN: tl.constexpr, LINES: tl.constexpr):
     )
 
 
+@triton.jit
+def _add_product(acc, x, w, SWAP: tl.constexpr):
+    """Returns acc plus the product of a tile of x and a tile of weights, which are the left operand if SWAP."""
+    if SWAP:
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _tile_kernel(
     x,
@@ -84,6 +95,7 @@ def _tile_kernel(
     ADD: tl.constexpr,
     GATED: tl.constexpr,
     SWAP: tl.constexpr,
+    EARLY: tl.constexpr,
     LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -112,18 +124,25 @@ def _tile_kernel(
     up_src = src + N * w_row
     x_src = x + m.to(tl.int64) * x_row + km
     even: tl.constexpr = K % BK == 0 and N % BN == 0
-    wait_for_previous(PDL)
     acc = tl.zeros([BN, BM] if SWAP else [BM, BN], tl.float32)
     acc_up = acc
-    for start in tl.range(0, K, BK, num_stages=STAGES):
+    if EARLY:
+        w = load_tile(src, n_ok, kn, 0, K, even)
+        if GATED:
+            u = load_tile(up_src, n_ok, kn, 0, K, even)
+    wait_for_previous(PDL)
+    if EARLY:
+        v = load_tile(x_src, m_ok, km, 0, K, False)
+        acc = _add_product(acc, v, w, SWAP)
+        if GATED:
+            acc_up = _add_product(acc_up, v, u, SWAP)
+    for start in tl.range(BK if EARLY else 0, K, BK, num_stages=STAGES):
         w = load_tile(src, n_ok, kn, start, K, even)
         v = load_tile(x_src, m_ok, km, start, K, False)
-        acc = tl.dot(w, v, acc, input_precision="ieee") if SWAP else tl.dot(v, w, acc, input_precision="ieee")
+        acc = _add_product(acc, v, w, SWAP)
         if GATED:
             u = load_tile(up_src, n_ok, kn, start, K, even)
-            acc_up = (
-                tl.dot(u, v, acc_up, input_precision="ieee") if SWAP else tl.dot(v, u, acc_up, input_precision="ieee")
-            )
+            acc_up = _add_product(acc_up, v, u, SWAP)
     if BIAS:
         acc += tl.load(bias + n, mask=n_ok, other=0.0).to(tl.float32)
     if GATED:
@@ -258,7 +277,7 @@ def fixed_order_gemm(
     strides = [matrix.stride(0) for matrix in (x, weight, addends[1], out)]
     sizes = {"N": n, "K": k, "BM": shape.rows, "BN": shape.outputs, "BK": shape.depth, "STAGES": shape.stages}
     _tile_kernel[(triton.cdiv(rows, shape.rows), triton.cdiv(n, shape.outputs))](
-        x, weight, *addends, out, rows, *strides, **sizes, **flags, SWAP=shape.swap,
+        x, weight, *addends, out, rows, *strides, **sizes, **flags, SWAP=shape.swap, EARLY=shape.early,
         LINES=_lines(k * x.element_size(), shape.prefetch), num_warps=shape.warps,
         enable_fp_fusion=False, **pdl_args(x.device),
     )  # fmt: skip
