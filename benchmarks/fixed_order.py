@@ -147,8 +147,12 @@ def check_products(table: report.MetricTable) -> None:
                 except Exception as error:
                     print(f"    {shape}: {str(error)[:90]}", flush=True)
                     continue
-                table.rows.append({"product": name, "rows": rows, "shape": str(shape), "us": 1e6 * took, "equal": equal})
-                print(f"    {1e6 * took:8.1f} us {took / normal_s:5.2f} {'' if equal else 'DIFFERS'} {shape}", flush=True)
+                table.rows.append(
+                    {"product": name, "rows": rows, "shape": str(shape), "us": 1e6 * took, "equal": equal}
+                )
+                print(
+                    f"    {1e6 * took:8.1f} us {took / normal_s:5.2f} {'' if equal else 'DIFFERS'} {shape}", flush=True
+                )
     table.add("products_equal", equal_all)
 
 

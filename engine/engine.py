@@ -378,7 +378,7 @@ class Engine:
         backend = (fixed_attention if fixed else attention)(
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
-        draft = None if make_draft is None else make_draft(kv, attention)  # drafts change no token, so any order will do
+        draft = None if make_draft is None else make_draft(kv, attention)
         return ModelRunner(
             model,
             kv,

@@ -1,8 +1,8 @@
-"""Runs requests in different ways on deterministic engines, and compares the bits of their tokens and log-probabilities.
+"""Runs requests in different ways on deterministic engines, and compares the bits of their answers.
 
-An answer is a list of (token id, bits of the float32 log-probability). The reference runs each request alone on an empty
-cache. A *cause* is a way to compute an answer in other steps: in a batch, in chunks, over a cached prefix, after a
-preemption, after a hand-off, after a migration, with drafts. An answer counts for a cause only if the cause happened.
+An answer is a list of (token id, bits of the float32 log-probability). The reference runs each request alone on an
+empty cache. A *cause* is a way to compute an answer in other steps: in a batch, in chunks, over a cached prefix, after
+a preemption, after a hand-off, after a migration, with drafts. An answer counts for a cause only if the cause happened.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import SamplingParams, ValidRequest
@@ -47,9 +47,7 @@ def make_jobs(count: int, vocab: int, lengths: Sequence[int], outputs: Sequence[
         if i % 4 == 3:
             shared = jobs[-1].prompt
             prompt = [*shared[: len(shared) * 3 // 4], *prompt[: max(1, len(prompt) // 4)]]
-        params = SamplingParams(
-            temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=rng.choice(outputs), logprobs=0
-        )
+        params = SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=rng.choice(outputs), logprobs=0)
         jobs.append(Job(str(i), tuple(prompt), params))
     return jobs
 
@@ -299,8 +297,3 @@ class Proof:
             self.causes[cause] += happened(name)
             if seen.answer != self.reference[name]:
                 self.mismatches.append((cause, name))
-
-
-def short(job: Job, tokens: int) -> Job:
-    """Returns the job with at most `tokens` output tokens."""
-    return replace(job, params=replace(job.params, max_tokens=min(tokens, job.params.max_tokens)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.attention.base import StepShape, layout_step
 from engine.attention.torch_backend import TorchAttention, TorchMetadata
-from engine.attention.triton_backend import RowSpan, TritonAttention, TritonMetadata
+from engine.attention.triton_backend import RowSpan, TritonAttention
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ModelShape
 
@@ -60,9 +60,7 @@ class FixedOrderAttention(TritonAttention):
         sizes = {"num_programs": self._num_programs, "num_kv_heads": self._kv_heads}
         return self._fixed.plan_decode(span.cu_q, span.seq_lens, window=window or 0, **sizes)
 
-    def _attend_decode(
-        self, query: Tensor, cache: LayerKV, span: RowSpan, plan: Any, out: Tensor
-    ) -> None:
+    def _attend_decode(self, query: Tensor, cache: LayerKV, span: RowSpan, plan: Any, out: Tensor) -> None:
         rows = span.tables, span.cu_q, span.seq_lens, plan
         self._fixed.paged_decode(query, cache, *rows, max_query=span.max_new, first=self._first, out=out, **self._score)
 

@@ -292,9 +292,7 @@ def plan_decode(
     cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     first_seq = torch.empty(num_programs, dtype=torch.int32, device=seq_lens.device)
     sizes = {"HEADS": num_kv_heads, "BN": TILE, "B": triton.next_power_of_2(num_seqs)}
-    _plan_kernel[(num_programs,)](
-        cu_q, seq_lens, cum, first_seq, num_seqs, num_programs, window, **sizes, num_warps=4
-    )
+    _plan_kernel[(num_programs,)](cu_q, seq_lens, cum, first_seq, num_seqs, num_programs, window, **sizes, num_warps=4)
     return FixedDecodePlan(cum, first_seq, window)
 
 

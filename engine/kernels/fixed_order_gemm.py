@@ -36,7 +36,7 @@ class TileShape(NamedTuple):
     warps: int = 4
     swap: bool = False  # The weights are the left operand of the product.
     early: bool = True  # The first tile of weights is loaded before the kernel that computes x has ended.
-    prefetch: int = 0  # Lines of 128 bytes of each weight row that a program prefetches before that; a power of two, or 0.
+    prefetch: int = 0  # Lines of 128 bytes of each weight row that a program prefetches; a power of two, or 0.
 
 
 class WideShape(NamedTuple):
@@ -235,9 +235,10 @@ def _lines(row_bytes: int, most: int) -> int:
 
 
 def _can_be_wide(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> bool:
-    """Returns whether TMA can read and write the matrices: 16-bit numbers, rows of multiples of 16 bytes."""
+    """Returns whether TMA can read and write the matrices: rows of multiples of 16 bytes, results in the dtype of x."""
     matrices = [x, weight, out] + ([] if residual is None else [residual])
-    return all(m.element_size() == 2 and m.stride(0) % 8 == 0 and m.data_ptr() % 16 == 0 for m in matrices)
+    aligned = all(m.stride(0) * m.element_size() % 16 == 0 and m.data_ptr() % 16 == 0 for m in matrices)
+    return aligned and out.dtype == x.dtype
 
 
 def fixed_order_gemm(

@@ -45,7 +45,7 @@ def test_products(gen: torch.Generator, kind: str, shape: TileShape | None, rows
 @pytest.mark.parametrize("kind", ["plain", "add", "gated"])
 def test_wide_products(gen: torch.Generator, kind: str) -> None:
     rows, n, k = 70, 96, 64
-    x, weight, residual = (normal(gen, *size).to(torch.bfloat16) for size in ((rows, k), (n, k), (rows, n)))
+    x, weight, residual = (normal(gen, *size) for size in ((rows, k), (n, k), (rows, n)))
     expected = x.double() @ weight.double().T
     if kind == "gated":
         expected = F.silu(expected[:, : n // 2]) * expected[:, n // 2 :]
@@ -54,7 +54,7 @@ def test_wide_products(gen: torch.Generator, kind: str) -> None:
     more = {"gated": {"gated": True}, "add": {"residual": residual}, "plain": {}}[kind]
     shape = WideShape() if ON_GPU else WideShape(rows=64, columns=64, depth=32, group=2)
     got = fixed_order_gemm(x, weight, shape=shape, **more)  # type: ignore[arg-type]
-    assert (got.double() - expected).norm() <= 1e-2 * expected.norm()
+    assert (got.double() - expected).norm() <= (1e-2 if ON_GPU else 1e-6) * expected.norm()
 
 
 def test_a_row_does_not_depend_on_the_number_of_rows_of_its_tile(gen: torch.Generator) -> None:
@@ -79,7 +79,14 @@ def rows(layer: LayerKV, lengths: list[int], queries: list[int]) -> tuple[Tensor
 
 
 def decode(
-    q: Tensor, layer: LayerKV, lengths: list[int], queries: list[int], *, window: int = 0, programs: int = 5, first: int = 0
+    q: Tensor,
+    layer: LayerKV,
+    lengths: list[int],
+    queries: list[int],
+    *,
+    window: int = 0,
+    programs: int = 5,
+    first: int = 0,
 ) -> Tensor:
     tables, cu_q, lens = rows(layer, lengths, queries)
     plan = fixed.plan_decode(cu_q, lens, num_programs=programs, num_kv_heads=KV_HEADS, window=window)

@@ -52,9 +52,7 @@ STEPS: list[Step] = [  # rows, starts, new tokens: whole prompts, a few rows, on
 ]
 
 
-def decoders(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, deterministic: bool
-) -> tuple[Decoder, Decoder]:
+def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device, deterministic: bool) -> tuple[Decoder, Decoder]:
     """Returns a fused and a plain decoder with the same random weights."""
     pair = [Decoder(spec, 64, device, dtype, fused=fused, deterministic=deterministic) for fused in (True, False)]
     torch.manual_seed(5)
@@ -76,8 +74,7 @@ class Rig:
         caches = [torch.full(shape, fill, dtype=dtype, device=device) for fill in (float("nan"), 0.0)]
         self.pools = [tuple(LayerKV(cache[:, i]) for i in range(spec.num_layers)) for cache in caches]
         self.backends = [
-            kind(pool, spec.num_heads, spec.windows, BLOCKS - 1)
-            for kind, pool in zip(kinds, self.pools, strict=True)
+            kind(pool, spec.num_heads, spec.windows, BLOCKS - 1) for kind, pool in zip(kinds, self.pools, strict=True)
         ]
         self.device = device
 
