@@ -122,7 +122,7 @@ class RowWiseOps(TorchOps):
         return torch.cat([TorchOps.logits(self, row, norm, head) for row in _single_rows(x)])
 
     def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention, int], tuple[Tensor, Tensor]]:
-        rotations = [TorchOps._rotation(self, position) for position in positions.split(1)]
+        rotations = [TorchOps._rotation(self, position) for position in torch.split(positions, 1)]
 
         def rotate(qkv: Tensor, attention: Attention, heads: int) -> tuple[Tensor, Tensor]:
             rows = _single_rows(qkv)
@@ -136,7 +136,7 @@ class RowWiseOps(TorchOps):
 
 def _single_rows(x: Tensor) -> list[Tensor]:
     """Returns a copy of each row of x [T, n], [1, n] each."""
-    return [row.clone() for row in x.split(1)]
+    return [row.clone() for row in torch.split(x, 1)]
 
 
 def float32_product(x: Tensor, weight: Tensor) -> Tensor:
