@@ -91,7 +91,8 @@ class Engine:
             problem = f"{config.weights} is for CPUs, and the device is {device}: use --weights auto or --device cpu"
             raise ConfigError(f"weights: {problem}", field="weights")
         if config.deterministic:
-            check_deterministic(spec, config.resolve_dtype(device), device)
+            dtype = config.resolve_dtype(device)
+            check_deterministic(device, dtype, head_dim=spec.head_dim, vocab_size=spec.vocab_size)
             log.info("deterministic: the bits of a token do not depend on batch, chunks, cache hits or drafts")
         make_current(device)
         torch.set_num_threads(config.threads_per_rank)

@@ -19,14 +19,13 @@ from engine.attention.base import StepShape, layout_step
 from engine.attention.torch_backend import TorchAttention, TorchMetadata
 from engine.attention.triton_backend import RowSpan, TritonAttention
 from engine.kv.kv_pool import LayerKV
-from engine.models.base import ModelShape
 
 HOPPER = 9  # Major compute capability of the cards on which the order of sums is proven.
 MAX_HEAD_DIM = 128  # Of the kernels, see `fixed_order_attention.MAX_HEAD_DIM`.
 VOCAB_MULTIPLE = 4  # torch's log-softmax sums in another order if a row of logits is not aligned to 16 bytes.
 
 
-def check_deterministic(spec: ModelShape, dtype: str, device: torch.device) -> None:
+def check_deterministic(device: torch.device, dtype: str, *, head_dim: int, vocab_size: int) -> None:
     """Raises ConfigError if the deterministic mode is not proven for this model on this device."""
     if device.type != "cuda":
         return
@@ -34,8 +33,8 @@ def check_deterministic(spec: ModelShape, dtype: str, device: torch.device) -> N
     for asked, problem in (
         (capability[0] != HOPPER, f"it is proven on Hopper GPUs only, this is {torch.cuda.get_device_name(device)}"),
         (dtype != "bfloat16", f"it is proven in bfloat16 only, dtype is {dtype}: use --dtype bfloat16"),
-        (spec.head_dim > MAX_HEAD_DIM, f"it needs a head dim of at most {MAX_HEAD_DIM}, this is {spec.head_dim}"),
-        (spec.vocab_size % VOCAB_MULTIPLE, f"vocab_size {spec.vocab_size} is not a multiple of {VOCAB_MULTIPLE}"),
+        (head_dim > MAX_HEAD_DIM, f"it needs a head dim of at most {MAX_HEAD_DIM}, this is {head_dim}"),
+        (vocab_size % VOCAB_MULTIPLE, f"vocab_size {vocab_size} is not a multiple of {VOCAB_MULTIPLE}"),
     ):
         if asked:
             raise ConfigError(f"deterministic: {problem}", field="deterministic")
