@@ -77,13 +77,13 @@ def prove(config: EngineConfig, prompts: int, each: int, lengths: Sequence[int],
     width = min(WIDTH, first.scheduler.config.max_seqs)
     proof = Proof(first, second, make_jobs(prompts, first.vocab_size, lengths, outputs), width)
     names = list(proof.jobs)
-    long = sorted(names, key=lambda name: -len(proof.jobs[name].prompt))[: 2 * each]
+    long = sorted(names, key=lambda name: -len(proof.jobs[name].prompt))[: each + each // 4]
     for title, work in (
         ("reference", proof.run_reference),
         ("batch", proof.run_batch),
         ("hit", lambda: proof.run_hits(names[-each:])),
         ("chunk", lambda: proof.run_chunks(long)),
-        ("preemption", lambda: proof.run_preemptions(names[: 2 * each])),
+        ("preemption", lambda: proof.run_preemptions(names[: each + each // 2])),
         ("hand_off", lambda: proof.run_hand_offs(names[each : 2 * each])),
         ("migration", lambda: proof.run_migrations(names[: each + each // 4])),
         ("drafts", lambda: proof.run_drafts(names[: each + each // 4])),

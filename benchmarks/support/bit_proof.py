@@ -119,7 +119,7 @@ class Run:
 
     def _preempt_one(self) -> None:
         """Preempts a random sequence that decodes, now and then."""
-        if self._preempt is None or self._preempt.random() > 0.25:
+        if self._preempt is None or self._preempt.random() > 0.5:
             return
         decoding = [seq for seq in self._running.values() if seq.slot >= 0 and seq.num_output and not seq.pending]
         if decoding:
@@ -188,7 +188,8 @@ class Proof:
         self._compare("batch", run, lambda name: run.seen[name].most_rows > 1)
 
     def run_hits(self, names: Sequence[str]) -> None:
-        """The jobs again, without an empty cache."""
+        """The jobs a second time, so that their prompts are in the cache."""
+        self._run(self.first, "fill", names)
         run = Run(self.first, self.width)
         seqs = run.finish({name: self._maker(self.first, name, "hit") for name in names})
         self._compare("hit", run, lambda name: seqs[name].cached_tokens > 0)
