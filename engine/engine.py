@@ -320,8 +320,11 @@ class Engine:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)
 
     def warm_up(self) -> None:
-        """Builds the cuDNN plans of long prompts, on the thread that will run the steps. Does nothing on a CPU."""
-        if self.device.type == "cuda":
+        """Builds the cuDNN plans of long prompts, on the thread that will run the steps.
+
+        Does nothing on a CPU, and in the deterministic mode, which does not use cuDNN.
+        """
+        if self.device.type == "cuda" and not self.config.deterministic:
             limits = self.scheduler.config
             most_tokens, max_seqs, max_len = limits.step_limits
             shared_tokens = limits.prompt_step_tokens or limits.chunk_tokens

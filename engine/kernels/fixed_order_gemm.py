@@ -26,6 +26,9 @@ from engine.kernels.gemm import ONE_WAVE, load_tile
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
 
+MAX_NARROW_ROWS = 1024  # Largest number of rows for which `_wide_kernel` may have tiles of 128 columns.
+
+
 class TileShape(NamedTuple):
     """The shape of a program of `_tile_kernel`."""
 
@@ -217,8 +220,9 @@ def tile_shape(rows: int, n: int, gated: bool) -> TileShape | WideShape:
     if rows <= 256 and few:
         return TileShape(128, 64, 128, 4, 8, early=False)
     tiles = triton.cdiv(rows, 128) * triton.cdiv(2 * n if gated else n, 256)
-    # A tile of 128 columns takes 0.7 of the time of one of 256 columns, and there are twice as many.
-    narrow = 0.7 * triton.cdiv(2 * tiles, ONE_WAVE) < triton.cdiv(tiles, ONE_WAVE)
+    # A tile of 128 columns takes 0.7 of the time of one of 256 columns, and there are twice as many. Steps of more rows
+    # have no graphs: one shape serves all of them, so that none is compiled while requests wait.
+    narrow = rows <= MAX_NARROW_ROWS and 0.7 * triton.cdiv(2 * tiles, ONE_WAVE) < triton.cdiv(tiles, ONE_WAVE)
     return WideShape(columns=128 if narrow else 256)
 
 

@@ -67,6 +67,19 @@ def test_a_row_does_not_depend_on_the_number_of_rows_of_its_tile(gen: torch.Gene
         assert fixed_order_gemm(x[first:end], weight, shape=TileShape(16, 32, 32, 3)).equal(whole[first:end])
 
 
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("gated", [False, True])
+def test_all_shapes_give_equal_bits(gen: torch.Generator, gated: bool) -> None:
+    """Among them tiles of mma.sync and wgmma, and TMA."""
+    x, weight = normal(gen, 600, 4096), normal(gen, 1024, 4096)
+    expected = fixed_order_gemm(x, weight, gated=gated, shape=WideShape())
+    shapes = [*SMALL, TileShape(64, 64, 64, 4), TileShape(128, 64, 64, 4, 8), WideShape(columns=128)]
+    for shape in shapes:
+        assert fixed_order_gemm(x, weight, gated=gated, shape=shape).equal(expected), shape
+    for rows in (1, 2, 16, 17, 64, 65, 128, 129, 257, 600):
+        assert fixed_order_gemm(x[:rows], weight, gated=gated).equal(expected[:rows]), rows
+
+
 @pytest.fixture
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the interpreter multiply row by row: the bits of a numpy product depend on the row's place in its tile."""
