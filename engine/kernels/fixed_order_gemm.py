@@ -25,7 +25,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels.gemm import ONE_WAVE, load_tile
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
-
 MAX_NARROW_ROWS = 1024  # Largest number of rows for which `_wide_kernel` may have tiles of 128 columns.
 
 
