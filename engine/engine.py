@@ -28,6 +28,7 @@ from common.kv_layout import KVLayout
 from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
+from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
@@ -82,9 +83,14 @@ class Engine:
         `start_ranks` starts the other ranks if tensor_parallel_size is above 1; the engine closes them.
         """
         self.config = config
-        source = open_model(config.model_dir, config.load_format, config.weights_seed, config.weights)
+        form = config.load_format, config.weights_seed, config.weights
+        source = open_model(config.model_dir, *form, deterministic=config.deterministic)
         self.spec = spec = source.spec
         self.device = device = config.resolve_device()
+        if config.deterministic:
+            dtype = config.resolve_dtype(device)
+            check_deterministic(device, dtype, head_dim=spec.head_dim, vocab_size=spec.vocab_size)
+            log.info("deterministic: the bits of a token do not depend on batch, chunks, cache hits or drafts")
         make_current(device)
         torch.set_num_threads(config.threads_per_rank)
         self.rank_group: RankGroup | None = None
@@ -312,8 +318,11 @@ class Engine:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)
 
     def warm_up(self) -> None:
-        """Builds the cuDNN plans of long prompts, on the thread that will run the steps. Does nothing on a CPU."""
-        if self.device.type == "cuda":
+        """Builds the cuDNN plans of long prompts, on the thread that will run the steps.
+
+        Does nothing on a CPU, and in the deterministic mode, which does not use cuDNN.
+        """
+        if self.device.type == "cuda" and not self.config.deterministic:
             limits = self.scheduler.config
             most_tokens, max_seqs, max_len = limits.step_limits
             shared_tokens = limits.prompt_step_tokens or limits.chunk_tokens
@@ -364,9 +373,11 @@ class Engine:
     def _build_runner(
         self, limits: SchedulerConfig, model: Model, make_draft: BuildDraftModel | None, graphs: bool, kv: KVPool
     ) -> ModelRunner:
-        attention: AttentionClass = TritonAttention if self.device.type == "cuda" else TorchAttention
+        on_gpu, fixed = self.device.type == "cuda", self.config.deterministic
+        attention: AttentionClass = TritonAttention if on_gpu else TorchAttention
+        fixed_attention: AttentionClass = FixedOrderAttention if on_gpu else RowWiseAttention
         spec = self._builder.shard.shard_spec(self.spec)
-        backend = attention(
+        backend = (fixed_attention if fixed else attention)(
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
         draft = None if make_draft is None else make_draft(kv, attention)

@@ -149,6 +149,12 @@ class EngineSettings(Settings, section="Engine"):
         "Give each rank whole experts of a mixture of experts; default: a part of each expert, if their size allows it",
         also=("enable_expert_parallel",),
     )
+    deterministic: bool = setting(
+        kinds.BOOL,
+        False,
+        "Compute each token in one order of sums, so that its bits do not depend on batch, chunks, cache hits, "
+        "preemption, hand-off or drafts; the same on all pods",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,6 +223,7 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         _require_equal_ranks(size, nodes)
         if nodes > 1 and self.tensor_parallel_master is None:
             raise setting_error("tensor_parallel_master", f"{nodes} nodes need the address of rank 0")
+        self._check_deterministic()
         for name, asked, why in (
             ("speculation", self.speculation in MODEL_PROPOSERS, "a draft model runs on one device"),
             ("host_cache", self.host_cache > 0, "each rank has its own part of a block"),
@@ -224,6 +231,19 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         ):
             if asked and size > 1:
                 problem = f"{name} {getattr(self, name)} cannot be combined with tensor_parallel_size {size}: {why}"
+                raise ConfigError(problem, field=name)
+
+    def _check_deterministic(self) -> None:
+        """Raises ConfigError for settings with which bits would depend on the batch, or are not proven."""
+        rejects = self.speculation != "none" and self.speculation_accept == "rejection"
+        for name, asked, why in (
+            ("kv_dtype", self.kv_dtype != "auto", "its attention has no fixed order of sums"),
+            ("weights", self.weights != "auto", "its product has no fixed order of sums"),
+            ("tensor_parallel_size", self.tensor_parallel_size > 1, "an all-reduce has no fixed order of sums"),
+            ("speculation_accept", rejects, "the accepted tokens depend on the drafts"),
+        ):
+            if self.deterministic and asked:
+                problem = f"{name} {getattr(self, name)} cannot be combined with deterministic: {why}"
                 raise ConfigError(problem, field=name)
 
 

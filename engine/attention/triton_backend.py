@@ -257,15 +257,20 @@ class TritonAttention:
             return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window, sinks)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if (span := metadata.decode) is not None:
-            rows = span.tables, span.cu_q, span.seq_lens, metadata.plans[window], self._workspace(span.max_new)
-            query_part, out_part = query[span.tokens], out[span.tokens]
-            options = {"max_query": span.max_new, "first": self._first, "sinks": sinks, **self._score}
-            self._decode.paged_decode(query_part, cache, *rows, out=out_part, **options)
+            plan = metadata.plans[window]
+            self._attend_decode(query[span.tokens], cache, span, plan, sinks, out[span.tokens])
         for span in metadata.paged:
             self._attend_paged(query[span.tokens], cache, span, window, sinks, out[span.tokens])
         for row in metadata.dense_rows:
             self._attend_dense(query[row.tokens], kv[row.tokens], cache, row, window, sinks, out[row.tokens])
         return out
+
+    def _attend_decode(
+        self, query: Tensor, cache: LayerKV, span: RowSpan, plan: DecodePlan, sinks: Tensor | None, out: Tensor
+    ) -> None:
+        rows = span.tables, span.cu_q, span.seq_lens, plan, self._workspace(span.max_new)
+        options = {"max_query": span.max_new, "first": self._first, "sinks": sinks, **self._score}
+        self._decode.paged_decode(query, cache, *rows, out=out, **options)
 
     def _attend_paged(
         self,

@@ -20,7 +20,7 @@ from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
 from engine.models.moe import Experts, MoE
-from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
+from engine.models.ops import AllReduce, AttentionFn, RowWiseOps, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
 from engine.models.spec import ModelSpec
 from engine.quantization.scheme import Quantization
 from engine.quantization.weight import QuantizedWeight
@@ -70,6 +70,7 @@ class Decoder(nn.Module):
         fused: use Triton kernels instead of plain torch; needs the Triton attention backend. None: True on a GPU.
         all_reduce: makes this a tensor-parallel shard; has the meaning of `all_reduce` in `TorchOps`.
         quantization: how linear layers are quantised; None: not at all.
+        deterministic: compute every token in one order of sums. The attention backend must do so too.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Decoder(nn.Module):
         fused: bool | None = None,
         all_reduce: AllReduce | None = None,
         quantization: Quantization | None = None,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -97,7 +99,8 @@ class Decoder(nn.Module):
                 self._set_schemes(quantization)
         allocate(self, device, dtype)
         quantized = quantization is not None
-        self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce, quantized=quantized)
+        forms = {"quantized": quantized, "deterministic": deterministic}
+        self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce, **forms)
 
     def _set_schemes(self, quantization: Quantization) -> None:
         """Sets the scheme of each linear layer. Raises ConfigError if layers of one product have different schemes."""
@@ -215,15 +218,21 @@ def make_ops(
     all_reduce: AllReduce | None,
     *,
     quantized: bool = False,
+    deterministic: bool = False,
 ) -> TorchOps:
-    """Makes the operations of a decoder's layers. fused: in Triton kernels. quantized: for quantised weights too."""
+    """Makes the operations of a decoder's layers. fused: in Triton kernels. quantized: for quantised weights too.
+
+    deterministic: in one order of sums, for weights that are not quantised.
+    """
     cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
     if fused:
         if quantized:
             from engine.models.fused_quantized import QuantizedFusedOps as Ops
+        elif deterministic:
+            from engine.models.fixed_order import FixedOrderOps as Ops  # type: ignore[assignment]
         else:
             from engine.models.fused import FusedOps as Ops  # type: ignore[assignment]
 
         return Ops(cos.to(device), sin.to(device), all_reduce)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    return TorchOps(cos.to(device, dtype), sin.to(device, dtype), all_reduce)
+    return (RowWiseOps if deterministic else TorchOps)(cos.to(device, dtype), sin.to(device, dtype), all_reduce)

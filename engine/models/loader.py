@@ -34,6 +34,7 @@ class ModelSource:
     model_dir: Path
     seed: int | None  # Seed of random weights. None: the weights are the directory's safetensors files.
     quantization: Quantization | None = None  # How linear layers are quantised, in the checkpoint or while they load.
+    deterministic: bool = False  # Compute every token in one order of sums.
 
     @property
     def weights_text(self) -> str:
@@ -46,7 +47,10 @@ class ModelSource:
             revision = weights.weights_revision(self.spec, self.model_dir)
         else:
             revision = weights.digest(f"dummy {self.seed} {device.type} {self.spec!r}")
-        return revision if self.quantization is None else weights.digest(f"{revision} {self.quantization!r}")
+        forms = [] if self.quantization is None else [repr(self.quantization)]
+        # The KV of the deterministic mode has other bits, so pods with and without it must not exchange blocks.
+        forms += ["deterministic"] if self.deterministic else []
+        return weights.digest(" ".join([revision, *forms])) if forms else revision
 
     @torch.inference_mode()
     def load(
@@ -69,9 +73,13 @@ class ModelSource:
                 from engine.models.hf.spec import HfSpec
 
                 assert isinstance(spec, HfSpec)
+                if self.deterministic:
+                    problem = f"{spec.architecture} is computed by transformers, which has no fixed order of sums"
+                    raise ConfigError(f"deterministic: {problem}: leave it off for this model", field="deterministic")
                 return load_hf_model(spec, self.model_dir, device, dtype, seed=self.seed)
             quantization = self.quantization
-            model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce, quantization=quantization)
+            options: dict[str, Any] = {"quantization": quantization, "deterministic": self.deterministic}
+            model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce, **options)
             if self.seed is None:
                 assert isinstance(self.spec, ModelSpec)
                 weights.load_weights(model, self.model_dir, self.spec, shard, quantization)
@@ -83,11 +91,14 @@ class ModelSource:
             return model
 
 
-def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: str = "auto") -> ModelSource:
+def open_model(
+    model_dir: Path, load_format: str = "auto", seed: int = 0, form: str = "auto", *, deterministic: bool = False
+) -> ModelSource:
     """Reads a model directory's configuration. Raises ConfigError if it is malformed, or the model is not supported.
 
     load_format "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only. `form`
-    is the setting `weights`: auto, or the kind to which an unquantised checkpoint is quantised.
+    is the setting `weights`: auto, or the kind to which an unquantised checkpoint is quantised. `deterministic` is the
+    field of the result; it raises ConfigError for quantised weights and mixtures of experts.
     """
     config, generation = read_config(model_dir)
     stored = read_quantization(model_dir, config)
@@ -109,7 +120,17 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: 
             problem = f"{reason.message}, and transformers computes it in its dtype only"
             raise ConfigError(f"{where} are not supported for this model: {problem}", field=field) from reason
         spec = trace_spec(model_dir, eos_token_ids(config, generation))
-    return ModelSource(spec, model_dir, seed if load_format == "dummy" else None, quantization)
+    if deterministic:
+        _check_fixed_order(spec, quantization)
+    return ModelSource(spec, model_dir, seed if load_format == "dummy" else None, quantization, deterministic)
+
+
+def _check_fixed_order(spec: ModelShape, quantization: Quantization | None) -> None:
+    """Raises ConfigError if a model has products without a fixed order of sums."""
+    experts = isinstance(spec, ModelSpec) and spec.moe is not None
+    for problem in (["quantised weights"] if quantization is not None else []) + (["experts"] if experts else []):
+        text = f"deterministic: products with {problem} have no fixed order of sums: leave it off for this model"
+        raise ConfigError(text, field="deterministic")
 
 
 @dataclass(frozen=True, slots=True)

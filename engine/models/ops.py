@@ -139,6 +139,44 @@ class TorchOps:
         return product(rms_norm_torch(x, norm), head).float()
 
 
+class RowWiseOps(TorchOps):
+    """The operations of `TorchOps`, one row at a time, so that a row's bits do not depend on other rows.
+
+    torch selects the order of sums by the shape, and the code path of the last numbers by the size and the address.
+    Each row is therefore a new tensor, and every operation sees a matrix of one row.
+    """
+
+    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
+        return torch.cat([TorchOps.norm_linear(self, row, norm, linear) for row in _single_rows(x)])
+
+    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
+        return torch.cat([TorchOps.norm_swiglu(self, row, norm, gate_up) for row in _single_rows(x)])
+
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+        pairs = zip(_single_rows(x), _single_rows(y), strict=True)
+        return x.copy_(torch.cat([TorchOps.add_linear(self, row, part, linear) for row, part in pairs]))
+
+    def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
+        return torch.cat([TorchOps.logits(self, row, norm, head) for row in _single_rows(x)])
+
+    def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention, int], tuple[Tensor, Tensor]]:
+        rotations = [TorchOps._rotation(self, position) for position in torch.split(positions, 1)]
+
+        def rotate(qkv: Tensor, attention: Attention, heads: int) -> tuple[Tensor, Tensor]:
+            rows = _single_rows(qkv)
+            for rotate_row, row in zip(rotations, rows, strict=True):
+                rotate_row(row, attention, heads)
+            split = torch.cat(rows).view(len(qkv), -1, attention.head_dim)
+            return split[:, :heads], split[:, heads:].view(len(qkv), 2, attention.kv_heads, attention.head_dim)
+
+        return rotate
+
+
+def _single_rows(x: Tensor) -> list[Tensor]:
+    """Returns a copy of each row of x [T, n], [1, n] each."""
+    return [row.clone() for row in torch.split(x, 1)]
+
+
 def float32_product(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x @ weight.T as float32, without a rounding between the product and the result on a GPU."""
     if x.dtype == torch.float32 or x.device.type == "cpu":

@@ -22,6 +22,8 @@ from engine.kernels import (
     card,
     decode_inputs,
     dense_prefill,
+    fixed_order_attention,
+    fixed_order_gemm,
     gemm,
     kv_write,
     norm,
@@ -209,6 +211,30 @@ def quantized_products(dtype: torch.dtype, *, native_e4m3: bool, every: int) -> 
         activations.quantize(torch.zeros(4, 1024, dtype=dtype), kind, group=True)
 
 
+def fixed_order() -> None:
+    for rows in (1, 64, 128, 4096):
+        x = half(rows, HIDDEN)
+        fixed_order_gemm.fixed_order_gemm(x, half(6144, HIDDEN), bias=half(6144))
+        fixed_order_gemm.fixed_order_gemm(x, half(HIDDEN, HIDDEN), residual=x, out=x)
+        fixed_order_gemm.fixed_order_gemm(x, half(2 * INNER, HIDDEN), gated=True)
+    out = torch.zeros(1, VOCAB)
+    fixed_order_gemm.fixed_order_gemm(half(1, HIDDEN), half(VOCAB, HIDDEN), out=out)
+    seqs, small = 4, torch.int32
+    for new in (1, 5, 300):
+        cu_q, lens = torch.arange(seqs + 1, dtype=small) * new, torch.full((seqs,), 2000, dtype=small)
+        tables, q = torch.zeros(seqs, 128, dtype=small), half(seqs * new, HEADS, DIM)
+        rows_of = tables, cu_q, lens
+        if new <= paged_decode.MAX_QUERY:
+            plan = fixed_order_attention.plan_decode(cu_q, lens, num_programs=264, num_kv_heads=KV_HEADS)
+            kind: dict[str, Any] = {"max_query": new, "scale": 0.1, "out": q}
+            fixed_order_attention.paged_decode(q, layer(False), *rows_of, plan, **kind)
+            continue
+        fixed_order_attention.paged_prefill(q, layer(False), *rows_of, max_query=new, scale=0.1)
+        tiles = torch.zeros(99, dtype=small)
+        for tokens in (64, 1024):
+            fixed_order_attention.listed_prefill(q, layer(False), *rows_of, tiles, max_tokens=tokens, scale=0.1, out=q)
+
+
 def inputs() -> None:
     for query in (1, 5):
         words = decode_inputs.packed_width(query, BLOCK)
@@ -257,6 +283,7 @@ def main() -> None:
         tiles_by_descriptor()
     if capability == 90:
         gemm.gemm_swiglu(half(256, HIDDEN), half(2 * INNER, HIDDEN))
+        fixed_order()
     for fp8 in (False, True) if capability >= 89 else (False,):  # e4m3 needs 8.9, see engine/config.py
         cache(fp8)
         attention(fp8, 1, 0, 0.0)

@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from engine.attention.base import StepShape
+from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kv.kv_pool import LayerKV
@@ -66,9 +67,9 @@ STEPS: list[Step] = [  # rows, starts, new tokens: whole prompts, a few rows, on
 ]
 
 
-def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, Decoder]:
+def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device, deterministic: bool) -> tuple[Decoder, Decoder]:
     """Returns a fused and a plain decoder with the same random weights."""
-    pair = [Decoder(spec, 64, device, dtype, fused=fused) for fused in (True, False)]
+    pair = [Decoder(spec, 64, device, dtype, fused=fused, deterministic=deterministic) for fused in (True, False)]
     torch.manual_seed(5)
     for a, b in zip(*(model.parameters() for model in pair), strict=True):
         if a.dtype == torch.uint8:  # numbers of MXFP4, or scales from 2^-4 to 2^-2
@@ -88,14 +89,16 @@ class Rig:
         dtype: torch.dtype,
         device: torch.device,
         models: tuple[Decoder, Decoder] | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
-        self.models = models or decoders(spec, dtype, device)
+        self.models = models or decoders(spec, dtype, device, deterministic)
+        kinds = (FixedOrderAttention, RowWiseAttention) if deterministic else (TritonAttention, TorchAttention)
         shape = (BLOCKS, spec.num_layers, 2, spec.num_kv_heads, BLOCK, spec.head_dim)
         caches = [torch.full(shape, fill, dtype=dtype, device=device) for fill in (float("nan"), 0.0)]
         self.pools = [tuple(LayerKV(cache[:, i]) for i in range(spec.num_layers)) for cache in caches]
         self.backends = [
-            kind(pool, spec.num_heads, spec.windows, BLOCKS - 1)
-            for kind, pool in zip((TritonAttention, TorchAttention), self.pools, strict=True)
+            kind(pool, spec.num_heads, spec.windows, BLOCKS - 1) for kind, pool in zip(kinds, self.pools, strict=True)
         ]
         self.device = device
 
@@ -130,6 +133,18 @@ def test_fused_equals_plain(name: str, selected: bool, device: torch.device, mon
             fused = rig.call(0, step)()
         assert fused.dtype == torch.float32
         assert error(fused, plain.double()) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["llama-biases-head-dim-80", "mistral-window-mha", "qwen3-bias-tied-head-dim-96"])
+@torch.inference_mode()
+def test_the_fixed_order_computes_the_same_model(name: str, device: torch.device) -> None:
+    """The operations of the deterministic mode, fused and in torch, and the normal ones in torch."""
+    spec = parse_spec(BASE | CASES[name])
+    fixed, usual = Rig(spec, torch.float32, device, deterministic=True), Rig(spec, torch.float32, device)
+    for step in STEPS:
+        expected = usual.call(1, step)().double()
+        assert error(fixed.call(0, step)(), expected) < 2e-5
+        assert error(fixed.call(1, step)(), expected) < 2e-5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

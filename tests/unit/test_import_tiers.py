@@ -260,7 +260,13 @@ FORBIDDEN_LIBRARIES = {
 }
 
 #: Modules that load on machines with a CUDA device only; all others load without triton.
-NEEDS_TRITON = ["engine.kernels.", "engine.step.decode_step", "engine.sampling.device_sampler", "engine.models.fused"]
+NEEDS_TRITON = [
+    "engine.kernels.",
+    "engine.step.decode_step",
+    "engine.sampling.device_sampler",
+    "engine.models.fused",
+    "engine.models.fixed_order",
+]
 
 # One process forks a child for each package, so that torch is read once: the children of packages that may load torch
 # find it loaded. Prints {package: names of the top-level modules that are loaded, or an error}.
