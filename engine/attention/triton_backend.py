@@ -330,7 +330,11 @@ class TritonAttention:
         return spans
 
     def _plan(self, span: RowSpan, window: int | None) -> DecodePlan:
-        layer = {"num_kv_heads": self._kv_heads, "head_dim": self._head_dim, "itemsize": self._itemsize}
+        layer: dict[str, Any] = {
+            "num_kv_heads": self._kv_heads,
+            "head_dim": self._head_dim,
+            "itemsize": self._itemsize,
+        }
         workspace = self._workspace(span.max_new)
         return self._decode.plan_decode(span.cu_q, span.seq_lens, workspace, window=window or 0, **layer)
 

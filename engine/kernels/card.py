@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -19,4 +20,5 @@ def shared_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return SHARED_BYTES[90]
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack the attribute
+    return int(properties.shared_memory_per_block_optin)
