@@ -20,5 +20,5 @@ def shared_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return SHARED_BYTES[90]
-    properties: Any = torch.cuda.get_device_properties(device)  # the stubs lack the attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack the attribute
     return int(properties.shared_memory_per_block_optin)

@@ -27,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import paged_prefill as listing
-from engine.kernels.paged_decode import EMPTY, MAX_QUERY, _plan_kernel, scaled_tanh, softcap_args
+from engine.kernels.decode_tiles import EMPTY, scaled_tanh, softcap_args
+from engine.kernels.paged_decode import MAX_QUERY, _plan_kernel
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.pool import pool_args
 from engine.kv.kv_pool import LayerKV
@@ -349,11 +350,12 @@ def paged_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: None = None,
     out: Tensor | None = None,
     block_m: int | None = None,
     stages: int = PROMPT_STAGES,
 ) -> Tensor:
-    """Computes causal attention of prompts. Arguments are those of `paged_prefill.paged_prefill`."""
+    """Computes causal attention of prompts. Arguments are those of `paged_prefill.paged_prefill`, without sinks."""
     out = torch.empty_like(q) if out is None else out
     rows = max_query * (q.shape[1] // layer.num_kv_heads)
     block_m = block_m or (2 * ROWS if rows > 8 * ROWS else ROWS)
@@ -377,9 +379,10 @@ def listed_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: None = None,
     out: Tensor,
 ) -> Tensor:
-    """Computes a list of tiles. Arguments are those of `paged_prefill.listed_prefill`."""
+    """Computes a list of tiles. Arguments are those of `paged_prefill.listed_prefill`, without sinks."""
     group = q.shape[1] // layer.num_kv_heads
     block_m = listed_rows(group, q.shape[2], max_tokens)
     grid = layer.num_kv_heads, triton.cdiv(max_tokens * group, block_m) + listing.EXTRA_PROGRAMS
