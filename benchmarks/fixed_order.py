@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kernels import seconds
 from benchmarks.support import report
 from common.kv_layout import KVLayout
-from engine.kernels import fixed_order_attention as fixed
 from engine.kernels.dense_prefill import cudnn_prefill
-from engine.kernels.fixed_order_gemm import TileShape, WideShape, fixed_order_gemm
+from engine.kernels.fixed_order import attention as fixed
+from engine.kernels.fixed_order.gemm import TileShape, WideShape, fixed_order_gemm
 from engine.kernels.gemm import gemm_swiglu, gemv, skinny_gemm
 from engine.kernels.norm import silu_mul
 from engine.kernels.paged_decode import concurrent_programs, decode_workspace, paged_decode, plan_decode

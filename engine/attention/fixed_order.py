@@ -1,6 +1,6 @@
 """Attention of --deterministic: the bits of a token do not depend on other tokens of the step.
 
-`FixedOrderAttention` runs the kernels of `engine/kernels/fixed_order_attention.py` on a GPU. `RowWiseAttention` attends
+`FixedOrderAttention` runs the kernels of `engine/kernels/fixed_order/attention.py` on a GPU. `RowWiseAttention` attends
 in torch with one query token at a time.
 """
 
@@ -21,7 +21,7 @@ from engine.attention.triton_backend import RowSpan, TritonAttention
 from engine.kv.kv_pool import LayerKV
 
 HOPPER = 9  # Major compute capability of the cards on which the order of sums is proven.
-MAX_HEAD_DIM = 128  # Of the kernels, see `fixed_order_attention.MAX_HEAD_DIM`.
+MAX_HEAD_DIM = 128  # Of the kernels, see `engine.kernels.fixed_order.attention`.
 VOCAB_MULTIPLE = 4  # torch's log-softmax sums in another order if a row of logits is not aligned to 16 bytes.
 
 
@@ -47,13 +47,13 @@ class FixedOrderAttention(TritonAttention):
         self, layers: Sequence[LayerKV], num_heads: int, windows: Iterable[int | None], pad_block: int, **score: Any
     ) -> None:
         super().__init__(layers, num_heads, windows, pad_block, **score)
-        from engine.kernels import fixed_order_attention
+        from engine.kernels.fixed_order import attention
 
-        self._fixed = fixed_order_attention
+        self._fixed = attention
         self._dense_ok = False
-        self._prefill = cast(Any, fixed_order_attention)
+        self._prefill = cast(Any, attention)
         sms = torch.cuda.get_device_properties(self._device).multi_processor_count if self._device.type == "cuda" else 2
-        self._num_programs = sms * fixed_order_attention.PROGRAMS_PER_SM
+        self._num_programs = sms * attention.PROGRAMS_PER_SM
 
     def _plan(self, span: RowSpan, window: int | None) -> Any:
         sizes = {"num_programs": self._num_programs, "num_kv_heads": self._kv_heads}

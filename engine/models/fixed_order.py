@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.fixed_order_gemm import fixed_order_gemm
+from engine.kernels.fixed_order.gemm import fixed_order_gemm
 from engine.kernels.norm import rms_norm
 from engine.models.fused import FusedOps
 from engine.models.layers import Embedding, Linear, LinearSlice, RMSNorm

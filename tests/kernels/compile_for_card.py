@@ -22,8 +22,6 @@ from engine.kernels import (
     card,
     decode_inputs,
     dense_prefill,
-    fixed_order_attention,
-    fixed_order_gemm,
     gemm,
     kv_write,
     norm,
@@ -36,6 +34,8 @@ from engine.kernels.experts import routing as experts_routing
 from engine.kernels.experts import small as experts_small
 from engine.kernels.experts import vector as experts_vector
 from engine.kernels.experts import weight as experts_weight
+from engine.kernels.fixed_order import attention as fixed_order_attention
+from engine.kernels.fixed_order.gemm import fixed_order_gemm
 from engine.kernels.quantized import activations, choice, dequantize, linear
 from engine.kernels.quantized.device_weight import DeviceWeight, prepare
 from engine.kernels.quantized.product import Tile
@@ -214,11 +214,11 @@ def quantized_products(dtype: torch.dtype, *, native_e4m3: bool, every: int) -> 
 def fixed_order() -> None:
     for rows in (1, 64, 128, 4096):
         x = half(rows, HIDDEN)
-        fixed_order_gemm.fixed_order_gemm(x, half(6144, HIDDEN), bias=half(6144))
-        fixed_order_gemm.fixed_order_gemm(x, half(HIDDEN, HIDDEN), residual=x, out=x)
-        fixed_order_gemm.fixed_order_gemm(x, half(2 * INNER, HIDDEN), gated=True)
+        fixed_order_gemm(x, half(6144, HIDDEN), bias=half(6144))
+        fixed_order_gemm(x, half(HIDDEN, HIDDEN), residual=x, out=x)
+        fixed_order_gemm(x, half(2 * INNER, HIDDEN), gated=True)
     out = torch.zeros(1, VOCAB)
-    fixed_order_gemm.fixed_order_gemm(half(1, HIDDEN), half(VOCAB, HIDDEN), out=out)
+    fixed_order_gemm(half(1, HIDDEN), half(VOCAB, HIDDEN), out=out)
     seqs, small = 4, torch.int32
     for new in (1, 5, 300):
         cu_q, lens = torch.arange(seqs + 1, dtype=small) * new, torch.full((seqs,), 2000, dtype=small)

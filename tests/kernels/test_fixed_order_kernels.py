@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from engine.kernels import fixed_order_attention as fixed
-from engine.kernels.fixed_order_gemm import TileShape, WideShape, fixed_order_gemm
+from engine.kernels.fixed_order import attention as fixed
+from engine.kernels.fixed_order.gemm import TileShape, WideShape, fixed_order_gemm
 from engine.kv.kv_pool import LayerKV
 
 SMALL = (TileShape(16, 32, 32, 3), TileShape(64, 32, 32, 3), TileShape(16, 64, 32, 3, 4, True))

@@ -1,0 +1,1 @@
+"""Kernels of --deterministic: one order of sums for a token, whatever else is in the step."""
