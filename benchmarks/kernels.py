@@ -11,7 +11,10 @@ random inputs, with outputs that are NaN before the launch.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -24,7 +27,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support import decode_candidates
 from benchmarks.support import report as report_file
+from benchmarks.support.decode_candidates import Candidate, Result
 from benchmarks.support.limits import copy_seconds, device_seconds, median_seconds
 from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
@@ -32,7 +37,13 @@ from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill, gather_kv
 from engine.kernels.gemm import MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm
 from engine.kernels.kv_write import kv_write, rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.paged_decode import concurrent_programs, decode_workspace, paged_decode, plan_decode
+from engine.kernels.paged_decode import (
+    DecodeTile,
+    concurrent_programs,
+    decode_workspace,
+    paged_decode,
+    plan_decode,
+)
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kv.kv_pool import KVPool, LayerKV, dequantize_e4m3, quantize_e4m3
 from engine.sampling.device_sampler import DeviceSampler
@@ -134,13 +145,13 @@ def ceilings() -> Report:
 
 
 class Pool:
-    """A pool of random KV with blocks in random order. fp8: e4m3 with scales."""
+    """A pool of random KV with blocks in random order. fp8: e4m3 with scales. Not random: zeros."""
 
-    def __init__(self, *, fp8: bool = False) -> None:
+    def __init__(self, *, fp8: bool = False, random: bool = True) -> None:
         blocks = POOL_TOKENS // BLOCK
         layout = KVLayout("", "", LAYERS, KV_HEADS, DIM, BLOCK, FP8_DTYPE if fp8 else "bfloat16")
         self._layers = KVPool(layout, blocks, DEVICE).layers()
-        for layer in self._layers:
+        for layer in self._layers if random else ():
             for first in range(0, blocks, 1024):
                 part = slice(first, first + 1024)
                 kv = normal(*layer.kv[part].shape)
@@ -189,29 +200,115 @@ class Pool:
         return out
 
 
+class DecodeCase:
+    """Split-KV attention of equally long sequences: buffers, references of three sequences, and the launch."""
+
+    def __init__(self, pool: Pool, seqs: int, length: int, new: int) -> None:
+        self.pool, self.seqs, self.length, self.new = pool, seqs, length, new
+        self.tables = pool.tables(seqs, length)
+        self.cu_q = torch.arange(seqs + 1, device=DEVICE, dtype=torch.int32) * new
+        self.lens = torch.full((seqs,), length, device=DEVICE, dtype=torch.int32)
+        self.q = normal(seqs * new, HEADS, DIM)
+        self._references: dict[int, Tensor] = {}
+
+    @property
+    def moved(self) -> int:
+        """Bytes of keys and values."""
+        return self.seqs * self.length * self.pool.token_bytes
+
+    def launch(self, tile: DecodeTile | None = None, shares: int | None = None) -> tuple[Callable[[int], None], Tensor]:
+        """Returns a function that attends over one layer, and its output, NaN before the first launch."""
+        programs = max(concurrent_programs(DEVICE), shares or 0)
+        space = decode_workspace(programs, HEADS, KV_HEADS, self.new, DIM, DEVICE)
+        options = {"num_kv_heads": KV_HEADS, "head_dim": DIM, "itemsize": self.pool.itemsize}
+        shares = shares and min(shares, space.num_programs)
+        plan = plan_decode(self.cu_q, self.lens, space, tile=tile, programs=shares, **options)
+        out = poisoned(self.seqs * self.new, HEADS, DIM)
+        rows = self.tables, self.cu_q, self.lens, plan, space
+        torch.cuda.synchronize()
+
+        def attend(i: int) -> None:
+            paged_decode(self.q, self.pool.layer(i), *rows, max_query=self.new, scale=SCALE, out=out)
+
+        return attend, out
+
+    def error(self, out: Tensor) -> float:
+        """Returns the largest error of the first, a middle and the last sequence over layer 0."""
+        errors: list[float] = []
+        for b in (0, self.seqs // 2, self.seqs - 1):
+            rows = slice(b * self.new, (b + 1) * self.new)
+            if b not in self._references:
+                self._references[b] = self.pool.reference(self.q[rows], self.tables[b], self.length)
+            errors.append(error(out[rows], self._references[b]))
+        return max(errors, key=lambda x: (math.isnan(x), x))
+
+
 def decode_attention(report: Report, pool: Pool, seqs: int, length: int, new: int) -> None:
-    programs = concurrent_programs(DEVICE)
-    tables = pool.tables(seqs, length)
-    cu_q = torch.arange(seqs + 1, device=DEVICE, dtype=torch.int32) * new
-    lens = torch.full((seqs,), length, device=DEVICE, dtype=torch.int32)
-    q, out = normal(seqs * new, HEADS, DIM), poisoned(seqs * new, HEADS, DIM)
-    space = decode_workspace(programs, HEADS, KV_HEADS, new, DIM, DEVICE)
-    plan = plan_decode(cu_q, lens, space, num_kv_heads=KV_HEADS, head_dim=DIM, itemsize=pool.itemsize)
-    torch.cuda.synchronize()
-
-    def launch(i: int) -> None:
-        paged_decode(q, pool.layer(i), tables, cu_q, lens, plan, space, max_query=new, scale=SCALE, out=out)
-
+    case = DecodeCase(pool, seqs, length, new)
+    launch, out = case.launch()
     launch(0)
-    worst = max(
-        error(out[b * new : (b + 1) * new], pool.reference(q[b * new : (b + 1) * new], tables[b], length))
-        for b in (0, seqs // 2, seqs - 1)
-    )
+    worst = case.error(out)
     name = "verify" if new > 1 else "decode"
     tokens, bits = (f", {new} tokens" if new > 1 else ""), (", e4m3" if pool.itemsize == 1 else "")
     key = f"{name}_{seqs}x{length}" + (f"_{new}" if new > 1 else "") + ("_fp8" if bits else "")
-    moved = seqs * length * pool.token_bytes
-    report.bytes(f"{name} attention", f"{seqs}x{length}{tokens}{bits}", seconds(launch), moved, worst, key)
+    report.bytes(f"{name} attention", f"{seqs}x{length}{tokens}{bits}", seconds(launch), case.moved, worst, key)
+
+
+def rope_before(case: DecodeCase) -> Callable[[Callable[[int], None]], Callable[[int], None]]:
+    """Returns what puts a launch behind the kernel that comes before it in a model. Its rotation changes nothing."""
+    rows = case.seqs * case.new
+    qkv, slots = normal(rows, (HEADS + 2 * KV_HEADS) * DIM), torch.arange(rows, device=DEVICE)
+    cos = torch.ones(rows, DIM // 2, device=DEVICE)
+    sin = torch.zeros_like(cos)
+
+    def behind(attend: Callable[[int], None]) -> Callable[[int], None]:
+        def both(i: int) -> None:
+            rope_kv_write(qkv, case.pool.layer(i), slots, slots, cos, sin, num_heads=HEADS)
+            attend(i)
+
+        return both
+
+    return behind
+
+
+def tune_decode(report: Report) -> None:
+    """Searches the tiles of split-KV attention, and prints how the best ones do behind another kernel."""
+    for fp8 in (True, False):
+        pool = Pool(fp8=fp8)
+        for seqs, length, new in TUNED:
+            case = DecodeCase(pool, seqs, length, new)
+
+            def measure(candidate: Candidate, case: DecodeCase = case) -> Result:
+                launch, out = case.launch(candidate.tile, candidate.shares)
+                launch(0)
+                worst = case.error(out)
+                time_s = seconds(launch, 16, 7)
+                out.fill_(float("nan"))
+                launch(0)  # after the replays
+                return Result(candidate, time_s, worst if case.error(out) <= worst else float("nan"))
+
+            name = f"{'e4m3' if fp8 else 'bf16'} {seqs}x{length}, {new} new"
+            kind = (fp8, new > 1, seqs)
+            ranking = decode_candidates.search(name, measure, kind, case.moved, report.copy_gb_s)
+            behind_rope = rope_before(case)
+            for early in (False, True):
+                for result in [r for r in ranking if r.candidate.tile.early == early][:1]:
+                    launch, _ = case.launch(result.candidate.tile, result.candidate.shares)
+                    time_s = seconds(behind_rope(launch), 16, 7)
+                    print(f"  behind RoPE, {'early' if early else 'late'}: {time_s * 1e6:.2f} us", flush=True)
+
+
+def compile_candidates(worker: int) -> None:
+    """Compiles one worker's part of the candidates by launching each once over a pool of zeros."""
+    for fp8 in (True, False):
+        pool, jobs = Pool(fp8=fp8, random=False), []
+        for seqs, length, new in ((64, 2048, 1), (1, 32768, 1), (16, 8192, 5)):
+            tiles = decode_candidates.TILES[fp8, new > 1]
+            jobs += [(seqs, length, new, one) for tile in tiles for one in decode_candidates.variants(tile)]
+        for seqs, length, new, tile in jobs[worker :: decode_candidates.WORKERS]:
+            with contextlib.suppress(Exception):  # the search reports it
+                DecodeCase(pool, seqs, length, new).launch(tile, 128 if seqs == 1 else 256)[0](0)
+                torch.cuda.synchronize()
 
 
 def prefill(report: Report, pool: Pool, new: int, length: int) -> None:
@@ -392,6 +489,7 @@ def each(
 
 
 DECODES = ((64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1))  # sequences, length, new tokens
+TUNED = ((64, 2048, 1), (128, 1024, 1), (1, 32768, 1), (16, 8192, 5))
 PARTS: dict[str, Callable[[Report], None]] = {
     "decode": each(decode_attention, *DECODES, pool=Pool),
     "decode_fp8": each(decode_attention, *DECODES, pool=partial(Pool, fp8=True)),
@@ -407,9 +505,19 @@ PARTS: dict[str, Callable[[Report], None]] = {
 def main() -> None:
     parser = report_file.arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--tune", action="store_true", help="search the tiles of split-KV attention instead")
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)  # a worker of --tune
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.compile is not None:
+        compile_candidates(args.compile)
+        return
+    if args.tune:
+        decode_candidates.compile_in_parallel(__file__)
     report = ceilings()
+    if args.tune:
+        tune_decode(report)
+        return
     for part in args.only:
         PARTS[part](report)
     report_file.write(args.out, "kernels", report.metrics, "torch", "triton", cudnn=torch.backends.cudnn.version())

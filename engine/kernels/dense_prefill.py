@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.paged_decode import scaled_tanh, softcap_args
+from engine.kernels.decode_tiles import scaled_tanh, softcap_args
 from engine.kernels.pool import decode, key_scale, pool_args, value_scale
 from engine.kv.kv_pool import LayerKV
 

@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.decode_tiles import EMPTY, softcap_args, tiles, tiles_e4m3, warp_tiles
 from engine.kernels.pdl import pdl_args, wait_for_previous
-from engine.kernels.pool import has_native_e4m3, key_scale, pool_args, unpack, value_scale
+from engine.kernels.pool import has_native_e4m3, pool_args
 from engine.kv.kv_pool import LayerKV
 
 MAX_QUERY = 8  # Largest number of new tokens of a sequence.
@@ -30,22 +31,6 @@ MAX_ROWS = 64  # Largest number of rows in a tile of queries. Head dims above 12
 SHARED_BYTES = 96 * 1024  # Bytes of shared memory of a program for keys and values in flight. Two programs share an SM.
 MERGE_TILE = 2048  # How many numbers of partial results one program of the merge holds at once.
 MERGE_PROGRAMS = 512  # Number of programs of a merge, if its work can be split into this many.
-LOG2E = 1.4426950408889634
-EMPTY = tl.constexpr(-1e30)  # Log-sum-exp over an empty set of keys. Finite, so that differences are never NaN.
-
-
-@triton.jit
-def scaled_tanh(s, cap):
-    """Returns tanh(s * cap). The absolute error is 1e-7; the softcap multiplies it into the error of a score."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
-
-
-def softcap_args(scale: float, softcap: float) -> tuple[float, float]:
-    """Returns the kernel arguments (scale_log2, cap), with which scores are in units of log2.
-
-    Without a softcap the score is (q . k) * scale_log2, otherwise scaled_tanh(q . k, cap) * scale_log2.
-    """
-    return (softcap * LOG2E, scale / softcap) if softcap > 0 else (scale * LOG2E, 0.0)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -80,16 +65,29 @@ def _plan_kernel(
 
 
 @triton.jit
-def _softmax(s, best, total):
-    """Makes one step of online softmax over a tile of scores in units of log2.
-
-    Returns the tile's weights, the new maxima, the new sums, and the factor on earlier results.
-    """
-    top = tl.maximum(best, tl.max(s, 1))
-    safe = tl.where(top == -float("inf"), 0.0, top)
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(best - safe)
-    return p, top, total * shrink + tl.sum(p, 1), shrink
+def _prefetch(
+    pool, base_k, table, begin, stop, length, BLOCKS: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr
+):
+    """Brings the first BLOCKS blocks of a share into the L2 cache. They need not be complete: L2 stays coherent."""
+    i = tl.arange(0, 2 * BLOCKS)
+    pos = begin * BN + i // 2 * BS
+    ok = pos < tl.minimum(stop * BN, length)
+    block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
+    place = (base_k + block * pool.kv_block + i % 2 * pool.kv_which).to(tl.int64)
+    size = tl.where(ok, BS * D * (pool.kv.dtype.element_ty.primitive_bitwidth // 8), 0)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred live;
+        setp.ne.b32 live, $2, 0;
+        @live cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [place, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -99,103 +97,44 @@ def add_sink(total, best, sinks, head):
 
 
 @triton.jit
-def _tiles(
-    q_rows, rows_ok, pool, base_k, table, scale_log2, cap, begin, stop, length, position, floor,
-    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAP: tl.constexpr,
+def _merge_parts(
+    part, part_lse, p0, p1, m, m_ok, d, slot_rows, sinks, head,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr, DP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the tiles begin..stop of keys. Returns the weighted sum of values, the sum of weights, the maxima."""
-    d = tl.arange(0, DP)
-    n = tl.arange(0, BN)
-    qs = tl.load(q_rows[:, None] + d[None, :], mask=rows_ok[:, None] & (d < D)[None, :], other=0.0)
-    best = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, DP], tl.float32)
-    for t in tl.range(begin, stop, num_stages=STAGES):
-        pos = t * BN + n
-        ok = pos < length
-        block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
-        off = block * pool.kv_block + (pos % BS) * pool.kv_token
-        mask = ok[:, None] & (d < D)[None, :]
-        k = tl.load(base_k + off[:, None] + d[None, :], mask=mask, other=0.0)
-        s = tl.dot(qs, tl.trans(k), input_precision="ieee")
-        if CAP:
-            s = scaled_tanh(s, cap)
-        s *= scale_log2
-        seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
-        p, best, total, shrink = _softmax(tl.where(seen, s, -float("inf")), best, total)
-        v = tl.load(base_k + pool.kv_which + off[:, None] + d[None, :], mask=mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, total, best
+    """Returns attention of the rows m and the dims d over all keys, from the parts of the shares p0..p1."""
+    i = tl.arange(0, SPLITS)
+    best = tl.full([ROWS], EMPTY, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for p in range(p0, p1 + 1, SPLITS):
+        ok = (p + i <= p1)[:, None] & m_ok[None, :]
+        slot = ((2 * (p + i) + (p + i == p0)) * slot_rows)[:, None] + m[None, :]
+        # The parts come from other SMs, so this SM's L1 cache is passed over.
+        lse = tl.load(part_lse + slot, mask=ok, other=EMPTY, cache_modifier=".cg")
+        place = part + slot[:, :, None] * DP + d[None, None, :]
+        rows = tl.load(place, mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
+        top = tl.maximum(best, tl.max(lse, 0))
+        weight = tl.where(lse > EMPTY, tl.exp2(lse - top[None, :]), 0.0)
+        shrink = tl.exp2(best - top)
+        acc = acc * shrink[:, None] + tl.sum(rows * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        best = top
+    if SINKS:  # once per row, not once per part
+        total = add_sink(total, best, sinks, head)
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
-@triton.jit
-def _tiles_e4m3(
-    q_rows, rows_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
-    M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAP: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Does what `_tiles` does, over e4m3 as int16 pairs.
-
-    Even and odd dims are multiplied separately, in fp16 (fp32 if q is fp32).
-
-    The range of fp16 is too small for scales: each row of q is divided by a power of two, and the scales of V are
-    divided by the largest of the tile.
-    """
-    math: tl.constexpr = tl.float32 if q_rows.dtype.element_ty == tl.float32 else tl.float16
-    kv_token = pool.kv_token
-    if D % 16 == 0:  # Triton detects strides that 16 divides only; this shows it that 8 divides the stride in pairs
-        kv_token = kv_token // 8 * 8
-    h = tl.arange(0, DP // 2)
-    n = tl.arange(0, BN)
-    q_ok = rows_ok[:, None] & (h < D // 2)[None, :]
-    q_even = tl.load(q_rows[:, None] + 2 * h[None, :], mask=q_ok, other=0.0).to(tl.float32)
-    q_odd = tl.load(q_rows[:, None] + 2 * h[None, :] + 1, mask=q_ok, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(q_even), 1), tl.max(tl.abs(q_odd), 1))
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    q_scale = (exponent << 23).to(tl.float32, bitcast=True)
-    q_even = (q_even * inverse[:, None]).to(math)
-    q_odd = (q_odd * inverse[:, None]).to(math)
-
-    best = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    even = tl.zeros([M, DP // 2], tl.float32)
-    odd = tl.zeros([M, DP // 2], tl.float32)
-    for t in tl.range(begin, stop, num_stages=STAGES):
-        pos = t * BN + n
-        ok = pos < length
-        block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
-        off = block * pool.kv_block + (pos % BS) * kv_token
-        mask = ok[:, None] & (h < D // 2)[None, :]
-        k_even, k_odd = unpack(tl.load(base_k + off[:, None] + h[None, :], mask=mask, other=0), NATIVE)
-        pair = tl.load(base_s + block * pool.scale_block + (pos % BS) * pool.scale_token, mask=ok, other=0)
-        s = tl.dot(q_even, tl.trans(k_even.to(math)), input_precision="ieee")
-        s = tl.dot(q_odd, tl.trans(k_odd.to(math)), s, input_precision="ieee")
-        s *= q_scale[:, None] * key_scale(pair)[None, :]
-        if CAP:
-            s = scaled_tanh(s, cap)
-        s *= scale_log2
-        seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
-        p, best, total, shrink = _softmax(tl.where(seen, s, -float("inf")), best, total)
-        v_even, v_odd = unpack(tl.load(base_k + pool.kv_which + off[:, None] + h[None, :], mask=mask, other=0), NATIVE)
-        v_scale = value_scale(pair)
-        v_top = tl.max(v_scale, 0)
-        v_top = tl.where(v_top > 0, v_top, 1.0)
-        p = (p * (v_scale / v_top)[None, :]).to(math)
-        even = even * shrink[:, None] + tl.dot(p, v_even.to(math), input_precision="ieee") * v_top
-        odd = odd * shrink[:, None] + tl.dot(p, v_odd.to(math), input_precision="ieee") * v_top
-    return tl.interleave(even, odd), total, best
-
-
-@triton.jit(do_not_specialize=["num_seqs", "table_row"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "table_row"])
 def _decode_kernel(
     q, pool, tables, cu_q, seq_lens, cum, first_seq, sinks, out, part, part_lse, q_row, q_head, table_row, out_row,
     out_head, num_seqs, num_programs, window, first_key, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    ONE: tl.constexpr, N: tl.constexpr, WARPS: tl.constexpr, PREFETCH: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Computes one share. WARPS > 0: by `warp_tiles`. A tile of queries has N rows of the M that it has in `part`."""
     pid = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
     shares = tl.maximum(tl.minimum(num_programs, work), 1)
@@ -203,17 +142,29 @@ def _decode_kernel(
     end = tl.minimum((pid + 1) * work // shares, work).to(tl.int32)
     b = tl.load(first_seq + pid)
 
-    m = tl.program_id(0) * M + tl.arange(0, M)
+    m = tl.program_id(0) * M + tl.arange(0, N)
     d = tl.arange(0, DP)
     d_ok = d < D
+    if PREFETCH > 0:
+        if cursor < end:
+            base = tl.load(cum + b)
+            tile_count = (tl.load(cum + b + 1) - base) // HEADS
+            length = tl.load(seq_lens + b)
+            queries = tl.load(cu_q + b + 1) - tl.load(cu_q + b)
+            begin = tl.where(window > 0, tl.maximum(length - queries - window + 1, 0), 0) // BN
+            begin += (cursor - base) % tile_count
+            base_k = pool.kv + ((cursor - base) // tile_count).to(tl.int64) * pool.kv_head
+            stop = begin + tl.minimum(tile_count - (cursor - base) % tile_count, end - cursor)
+            table = tables + b.to(tl.int64) * table_row
+            _prefetch(pool, base_k, table, begin, stop, length, PREFETCH, D // 2 if FP8 else D, BS, BN)
     # The plan is older than the kernel before this one, but q and the new keys come from that kernel.
     wait_for_previous(PDL)
     while cursor < end:
         base = tl.load(cum + b)
-        tiles = (tl.load(cum + b + 1) - base) // HEADS
-        head = (cursor - base) // tiles
-        first = (cursor - base) % tiles
-        count = tl.minimum(tiles - first, end - cursor)
+        tile_count = (tl.load(cum + b + 1) - base) // HEADS
+        head = (cursor - base) // tile_count
+        first = (cursor - base) % tile_count
+        count = tl.minimum(tile_count - first, end - cursor)
 
         length = tl.load(seq_lens + b)
         q0 = tl.load(cu_q + b)
@@ -226,24 +177,30 @@ def _decode_kernel(
         q_rows = q + (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
         table = tables + b.to(tl.int64) * table_row
         base_k = pool.kv + head.to(tl.int64) * pool.kv_head
+        base_s = pool.scales + head.to(tl.int64) * pool.scale_head
         begin = low + first
         stop = tl.where(tl.program_id(0) * M < queries * GROUP, begin + count, begin)  # without rows: no tiles
-        if FP8:
-            acc, total, best = _tiles_e4m3(
-                q_rows, m_ok, pool, base_k, pool.scales + head.to(tl.int64) * pool.scale_head, table, scale_log2, cap,
-                begin, stop, length, position, floor, M, D, DP, BS, BN, STAGES, CAP, NATIVE,
+        if WARPS > 0:
+            acc, total, best = warp_tiles(
+                q_rows, m_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
+                N, D, DP, BS, BN, STAGES, CAP, FP8, NATIVE, ONE, WARPS,
+            )  # fmt: skip
+        elif FP8:
+            acc, total, best = tiles_e4m3(
+                q_rows, m_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
+                N, D, DP, BS, BN, STAGES, CAP, NATIVE,
             )  # fmt: skip
         else:
-            acc, total, best = _tiles(
+            acc, total, best = tiles(
                 q_rows, m_ok, pool, base_k, table, scale_log2, cap, begin, stop, length, position, floor,
-                M, D, DP, BS, BN, STAGES, CAP,
+                N, D, DP, BS, BN, STAGES, CAP,
             )  # fmt: skip
 
         divisor = tl.where(total > 0, total, 1.0)
         if SINKS:  # parts have no sink; their merge adds it
-            divisor = tl.where(count == tiles, add_sink(divisor, best, sinks, head * GROUP + m % GROUP), divisor)
+            divisor = tl.where(count == tile_count, add_sink(divisor, best, sinks, head * GROUP + m % GROUP), divisor)
         acc = acc / divisor[:, None]
-        if count == tiles:
+        if count == tile_count:
             o_off = (q0 + token).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
             tl.store(
                 out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=m_ok[:, None] & d_ok[None, :]
@@ -254,51 +211,52 @@ def _decode_kernel(
             tl.store(part_lse + slot + m, tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), EMPTY))
             tl.store(part + (slot + m)[:, None] * DP + d[None, :], acc, mask=m_ok[:, None])
         cursor += count
-        b += (head * tiles + first + count == HEADS * tiles).to(tl.int32)
+        b += (head * tile_count + first + count == HEADS * tile_count).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
 def _merge_kernel(
     cum, cu_q, sinks, out, part, part_lse, out_row, out_head, num_seqs, num_programs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
-    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL and EARLY:  # the next kernel waits for this one, which waits for the parts
+        tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0)
     head = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
     base = tl.load(cum + b)
-    tiles = (tl.load(cum + b + 1) - base) // HEADS
+    tile_count = (tl.load(cum + b + 1) - base) // HEADS
     shares = tl.minimum(num_programs, work)
     work = tl.maximum(work, 1)  # a step without rows has no shares
-    start = (base + head * tiles).to(tl.int64)
+    start = (base + head * tile_count).to(tl.int64)
     p0 = (((start + 1) * shares - 1) // work).to(tl.int32)
-    p1 = (((start + tiles) * shares - 1) // work).to(tl.int32)
+    p1 = (((start + tile_count) * shares - 1) // work).to(tl.int32)
     q0 = tl.load(cu_q + b)
     m = tl.program_id(2) // (DP // DIMS) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(2) % (DP // DIMS) * DIMS + tl.arange(0, DIMS)
     m_ok = m // GROUP < tl.load(cu_q + b + 1) - q0
     wait_for_previous(PDL)
     if p0 != p1:
-        i = tl.arange(0, SPLITS)
-        best = tl.full([ROWS], EMPTY, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DIMS], tl.float32)
-        for p in range(p0, p1 + 1, SPLITS):
-            ok = (p + i <= p1)[:, None] & m_ok[None, :]
-            slot = ((2 * (p + i) + (p + i == p0)) * M)[:, None] + m[None, :]
-            lse = tl.load(part_lse + slot, mask=ok, other=EMPTY)
-            rows = tl.load(part + slot[:, :, None] * DP + d[None, None, :], mask=ok[:, :, None], other=0.0)
-            top = tl.maximum(best, tl.max(lse, 0))
-            weight = tl.where(lse > EMPTY, tl.exp2(lse - top[None, :]), 0.0)
-            shrink = tl.exp2(best - top)
-            acc = acc * shrink[:, None] + tl.sum(rows * weight[:, :, None], 0)
-            total = total * shrink + tl.sum(weight, 0)
-            best = top
-        if SINKS:  # once per row, not once per part
-            total = add_sink(total, best, sinks, head * GROUP + m % GROUP)
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        acc = _merge_parts(
+            part, part_lse, p0, p1, m, m_ok, d, M, sinks, head * GROUP + m % GROUP, ROWS, DIMS, SPLITS, DP, SINKS
+        )
         o_off = (q0 + m // GROUP).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
         tl.store(out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=m_ok[:, None] & (d < D)[None, :])
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How a program of the split-KV kernel computes its share."""
+
+    keys: int  # Number of keys in a tile.
+    stages: int  # Number of stages of the software pipeline.
+    warps: int = 4  # Number of warps of a program.
+    per_warp: bool = False  # Each warp has keys and a softmax of its own (`warp_tiles`).
+    prefetch: int = 0  # Blocks of a share that are fetched to L2 before the kernel before this one has ended.
+    early: bool = False  # The merge allows the next launch before the decode kernel has ended.
+    max_registers: int | None = None  # Registers of a thread. None: the compiler decides.
 
 
 @dataclass(frozen=True)
@@ -308,8 +266,7 @@ class DecodePlan:
     cum: Tensor  # int32 [B + 1], the number of tiles before each sequence.
     first_seq: Tensor  # int32 [programs], the sequence in which each program's share starts.
     window: int  # Number of tokens that a query sees, itself included. 0: all.
-    block_n: int  # Number of keys in a tile.
-    stages: int  # Number of stages of the software pipeline.
+    tile: DecodeTile
 
 
 @dataclass(frozen=True)
@@ -346,8 +303,8 @@ def decode_workspace(
     return DecodeWorkspace(programs, row_tile, part, part_lse)
 
 
-def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Returns keys of a tile and pipeline stages, the fastest on an H100 that fit the shared memory of half an SM.
+def decode_tile(rows: int, head_dim: int, itemsize: int) -> DecodeTile:
+    """Returns the tile that was fastest on an H200 among those that fit the shared memory of half an SM.
 
     `rows` are the rows of a tile of queries, `itemsize` the bytes of a cache element.
     """
@@ -358,7 +315,7 @@ def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
     block_n = 128 if (rows > 16 or itemsize == 1) and tile_bytes(128) <= SHARED_BYTES else 64
     if tile_bytes(block_n) > SHARED_BYTES:
         block_n = 32
-    return block_n, 3 + max(1, min(3, SHARED_BYTES // tile_bytes(block_n)))
+    return DecodeTile(block_n, 3 + max(1, min(3, SHARED_BYTES // tile_bytes(block_n))))
 
 
 def concurrent_programs(device: torch.device) -> int:
@@ -380,6 +337,8 @@ def plan_decode(
     head_dim: int,
     itemsize: int,
     window: int = 0,
+    tile: DecodeTile | None = None,
+    programs: int | None = None,
 ) -> DecodePlan:
     """Computes the split of a step, in one launch.
 
@@ -391,11 +350,15 @@ def plan_decode(
         seq_lens: int32 [B], number of keys, new tokens included.
         itemsize: bytes of an element of the KV cache.
         window: number of keys that a token sees, itself included. 0: all.
+        tile: how programs compute their shares. None selects it.
+        programs: number of shares, at most that of the workspace. None selects it.
     """
     num_seqs = seq_lens.shape[0]
     # With one sequence the shares are so short that filling the pipeline takes noticeable time: halve their number.
-    programs = workspace.num_programs if num_seqs > 1 else max(1, workspace.num_programs // 2)
-    block_n, stages = tile_shape(workspace.row_tile, head_dim, itemsize)
+    if programs is None:
+        programs = workspace.num_programs if num_seqs > 1 else max(1, workspace.num_programs // 2)
+    assert programs <= workspace.num_programs
+    tile = tile or decode_tile(workspace.row_tile, head_dim, itemsize)
     cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     first_seq = torch.empty(programs, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(programs,)](
@@ -407,11 +370,11 @@ def plan_decode(
         programs,
         window,
         HEADS=num_kv_heads,
-        BN=block_n,
+        BN=tile.keys,
         B=triton.next_power_of_2(num_seqs),
         num_warps=4,
     )
-    return DecodePlan(cum, first_seq, window, block_n, stages)
+    return DecodePlan(cum, first_seq, window, tile)
 
 
 def paged_decode(
@@ -455,22 +418,28 @@ def paged_decode(
     assert group * max_query <= rows
     assert workspace.part.shape[2] == dim_padded
     out = torch.empty_like(q) if out is None else out
+    tile, pairs, query_rows = plan.tile, num_seqs * num_kv_heads, group * max_query
+    pdl, block_bytes = pdl_args(q.device), layer.block_size * dim * layer.kv.element_size()
+    prefetch = tile.prefetch if pdl["PDL"] and layer.kv.stride(3) == dim and block_bytes % 16 == 0 else 0
+    rows_in_tile = min(row_tile, max(8, int(triton.next_power_of_2(query_rows)))) if tile.per_warp else row_tile
+    options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     _decode_kernel[(rows // row_tile, programs)](
         q, pool_args(layer, torch.int32, torch.int16), block_tables, cu_q, seq_lens, plan.cum, plan.first_seq,
-        q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *q.stride()[:2],
-        block_tables.stride(0), *out.stride()[:2],
-        num_seqs, programs, plan.window, first, *softcap_args(scale, softcap),
-        HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=plan.block_n,
-        STAGES=plan.stages, FP8=layer.scales is not None, CAP=softcap > 0, NATIVE=has_native_e4m3(),
+        q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *q.stride()[:2], block_tables.stride(0),
+        *out.stride()[:2], num_seqs, programs, plan.window, first, *softcap_args(scale, softcap),
+        HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=tile.keys,
+        STAGES=tile.stages, FP8=layer.scales is not None, CAP=softcap > 0, NATIVE=has_native_e4m3(),
+        ONE=max_query == 1, N=rows_in_tile, WARPS=tile.warps if tile.per_warp else 0, PREFETCH=prefetch,
         SINKS=sinks is not None,
-        num_warps=4, **pdl_args(q.device),
+        num_warps=tile.warps, **options, **pdl,
     )  # fmt: skip
-    splits, merged, dims = _merge_shape(programs, num_seqs * num_kv_heads, group * max_query, dim_padded)
-    _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged) * (dim_padded // dims))](
+    splits, merged, dims = _merge_shape(programs, pairs, query_rows, dim_padded)
+    _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(query_rows, merged) * (dim_padded // dims))](
         plan.cum, cu_q, q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *out.stride()[:2],
         num_seqs, programs,
         HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded,
-        SINKS=sinks is not None, num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_args(q.device),
+        SINKS=sinks is not None, EARLY=tile.early, num_warps=1 if splits * merged * dims <= MERGE_TILE else 4,
+        **pdl,
     )  # fmt: skip
     return out
 

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.paged_decode import add_sink, scaled_tanh, softcap_args
+from engine.kernels.decode_tiles import scaled_tanh, softcap_args
+from engine.kernels.paged_decode import add_sink
 from engine.kernels.pool import decode, key_scale, pool_args, value_scale
 from engine.kv.kv_pool import LayerKV
 

@@ -40,8 +40,11 @@ HEADS, KV_HEADS, DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336,
 CPU = torch.device("cpu")
 
 
-class Hopper:
+@dataclass(frozen=True)
+class CompileOnlyDriver:
     """The part of a Triton driver that compilation needs."""
+
+    capability: int
 
     def get_current_device(self) -> int:
         return 0
@@ -50,7 +53,7 @@ class Hopper:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def compile_only(run: Any) -> Any:
