@@ -10,6 +10,7 @@ weights are rounded to nearest (`benchmarks.support.quantized_files`), so a cali
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -37,6 +38,7 @@ bf16.
 """
 TEXTS = Path(__file__).parent / "support" / "quality_texts.txt"
 GROUP_SIZE = 64  # SmolLM2 has 576 inputs, which 128 does not divide.
+STATIC = {"ct-fp8-tensor", "autofp8", "modelopt"}  #: Formats with scales of inputs, which need samples.
 ROUNDINGS: dict[str, dict[str, Any]] = {
     "weights-fp8": {"weights": "fp8"},
     "weights-int8": {"weights": "int8"},
@@ -122,6 +124,7 @@ def main() -> int:
     parser.add_argument(
         "--formats", nargs="*", default=[*FORMATS, *ROUNDINGS], metavar="NAME", help="some of the formats"
     )
+    parser.add_argument("--add", action="store_true", help="keep the other formats of the result file")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
@@ -133,13 +136,19 @@ def main() -> int:
         shown = {key: str(value) for key, value in used.items()}
         report.write(args.out, "quality", table.metrics, "torch", rows=table.rows, settings=shown)
 
-    table, found = report.MetricTable(), {"base": scores(base_dir, texts, **settings)}
+    table = report.MetricTable()
+    if args.add:
+        kept = json.loads(args.out.read_text(encoding="utf-8"))
+        table = report.MetricTable(kept["metrics"], [row for row in kept["rows"] if row["name"] != "base_perplexity"])
+    found = {"base": scores(base_dir, texts, **settings)}
     table.add("base_perplexity", found["base"].perplexity, f"{len(found['base'].best)} tokens")
     if args.other is not None:
         compare(table, "other", found["base"], scores(args.other, texts, **settings))
     else:
-        scales = input_scales(base_dir, texts)
+        scales = input_scales(base_dir, texts) if not STATIC.isdisjoint(args.formats) else None
         for name in args.formats:
+            if name == "weights-fp8-bf16" and "bf16" not in found:
+                found["bf16"] = scores(base_dir, texts, **(settings | ROUNDINGS["bf16"]))
             if name in ROUNDINGS:
                 found[name] = scores(base_dir, texts, **(settings | ROUNDINGS[name]))
             else:

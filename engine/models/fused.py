@@ -8,7 +8,7 @@ The kernels depend on the number of rows (tokens):
                and SiLU x mul are one kernel each
     from 2048  as for 17 to 2047, but gate and up with a fused SiLU x mul on Hopper
 
-This module needs triton at import.
+Layers with experts have kernels of their own, see engine/kernels/experts/layer.py. This module needs triton at import.
 """
 
 from __future__ import annotations

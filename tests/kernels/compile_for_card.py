@@ -140,7 +140,7 @@ def experts(native: bool) -> None:
         experts_routing.norm_and_route(x, x[0], 1e-6, half(count, hidden), rule, bias=half(count))
         experts_small.few_rows(x, *routed, gate_up, down, residual=x, **options)
         if gpt_oss:
-            experts_vector.vector_rows(x, *routed, gate_up, down, residual=x, **options)
+            experts_vector.vector_rows(x, *routed, gate_up, down, residual=x, gpt_oss=True, **biases)
         for rows in (16, 128, 1024):
             x = half(rows, hidden)
             weights, chosen = experts_routing.route(torch.zeros(rows, count), rule)

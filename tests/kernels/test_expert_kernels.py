@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from engine.kernels.experts import small
+from engine.kernels.experts import small, vector
 from engine.kernels.experts.grouped import many_rows
 from engine.kernels.experts.layer import mixture
 from engine.kernels.experts.routing import RoutingRule, max_block_count, route, sort_copies
@@ -105,6 +105,7 @@ def test_every_mxfp4_byte_is_unpacked_at_every_place(device):
 def few_programs(monkeypatch):
     """Gives the programs of tiny shapes more rows in the interpreter, which takes as long for few rows."""
     if not torch.cuda.is_available():
+        monkeypatch.setattr(vector, "TILES", ((32, 128, 4), (64, 128, 4)))
         monkeypatch.setattr(small, "_tiles", lambda kind: ((32, 128, 2, 4), (64, 128, 2, 4)))
 
 
@@ -128,6 +129,14 @@ def test_mixture(kind, gpt_oss, tokens, max_few, device, gen):
     got = mixture(x, case.layer, case.norm, case.eps, residual=x, out=out, max_few=max_few)
     assert got is out
     assert error(got, x.double() + case.expected(x)) < 5e-6
+
+
+def test_a_step_has_one_scale_of_fp8_blocks(device, gen, monkeypatch):
+    """Tiles that are deeper than a block of 128 inputs are cut."""
+    monkeypatch.setattr(small, "_tiles", lambda kind: ((32, 256, 2, 4), (64, 256, 2, 4)))
+    case = ExpertCase.make("fp8_block", RoutingRule(2), device, gen, experts=3, hidden=288, inner=160)
+    x = torch.randn(1, 288, generator=gen, device=device)
+    assert error(mixture(x, case.layer, case.norm, case.eps), case.expected(x)) < 5e-6
 
 
 @pytest.mark.parametrize("max_few", [99, 0])

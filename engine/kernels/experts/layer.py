@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from engine.kernels.experts.grouped import block_rows, many_rows
-from engine.kernels.experts.routing import RoutingRule, norm_and_route, route, sort_copies
+from engine.kernels.experts.routing import MAX_ROUTED, RoutingRule, norm_and_route, route, sort_copies
 from engine.kernels.experts.small import MAX_EXPERTS, MAX_SLOTS, few_rows
 from engine.kernels.experts.vector import vector_rows
 from engine.kernels.experts.weight import MXFP4, ExpertWeight
@@ -84,24 +84,26 @@ def mixture(
         out: result; may be x or the residual. None allocates it.
         max_few: largest number of copies (tokens x top_k) that are not sorted. None: the fastest choice.
     """
-    rule, native, tokens = layer.rule, converts_e4m3(x.device), len(x)
+    rule, tokens, mxfp4 = layer.rule, len(x), layer.gate_up.kind == MXFP4.value
     shared: dict[str, Any] = {
         "gpt_oss": layer.gpt_oss,
         "gate_up_bias": layer.gate_up_bias,
         "down_bias": layer.down_bias,
     }
-    shared |= {"residual": residual, "out": out, "native": native}
-    local = layer.gate_up.shape[0]
+    shared |= {"residual": residual, "out": out, "first": rule.first}
+    native, local = converts_e4m3(x.device), layer.gate_up.shape[0]
     if max_few is None:
-        max_few = MAX_FEW_MXFP4 if layer.gate_up.kind == MXFP4.value else MAX_FEW
-    if tokens * rule.top_k <= max_few and rule.top_k <= MAX_SLOTS and local <= MAX_EXPERTS:
+        max_few = MAX_FEW_MXFP4 if mxfp4 else MAX_FEW
+    few = tokens * rule.top_k <= max_few and tokens <= MAX_ROUTED
+    if few and rule.top_k <= MAX_SLOTS and local <= MAX_EXPERTS:
         bias, correction = layer.router_bias, layer.correction
         routed = norm_and_route(x, norm, eps, layer.router, rule, bias=bias, correction=correction)
-        compute = vector_rows if layer.gate_up.kind == MXFP4.value else few_rows
-        return compute(*routed, layer.gate_up, layer.down, first=rule.first, **shared)
+        if mxfp4:
+            return vector_rows(*routed, layer.gate_up, layer.down, **shared)
+        return few_rows(*routed, layer.gate_up, layer.down, native=native, **shared)
     normed = rms_norm(x, norm, eps)
     weights, experts = route(router_logits(normed, layer.router, layer.router_bias), rule, layer.correction)
     copies = sort_copies(
         experts, local, block_rows(tokens * rule.top_k, len(layer.router), layer.gate_up.kind), rule.first
     )
-    return many_rows(normed, weights, experts, copies, layer.gate_up, layer.down, first=rule.first, **shared)
+    return many_rows(normed, weights, experts, copies, layer.gate_up, layer.down, native=native, **shared)

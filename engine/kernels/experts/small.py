@@ -196,7 +196,7 @@ def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
 
 
 def _tiles(kind: int) -> tuple[FewTile, FewTile]:
-    """Returns the tiles of both kernels, the fastest of benchmarks/expert_kernels.py on an H200."""
+    """Returns the tiles of both kernels, the fastest of benchmarks/experts/kernels.py on an H200."""
     if kind == MXFP4.value:
         return (64, 128, 4, 4), (32, 128, 4, 4)
     return (64, 128, 5 if kind == FP8.value else 4, 4), (16, 256, 6, 2)

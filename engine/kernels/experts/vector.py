@@ -101,6 +101,7 @@ def _vector_down_kernel(
 
 #: Rows, inputs and warps of a program.
 VectorTile = tuple[int, int, int]
+TILES: tuple[VectorTile, VectorTile] = (8, 1024, 4), (8, 1024, 4)  #: Of both kernels, the fastest on an H200.
 
 
 def vector_rows(
@@ -116,8 +117,7 @@ def vector_rows(
     down_bias: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
-    native: bool = False,
-    tiles: tuple[VectorTile, VectorTile] = ((8, 1024, 4), (8, 1024, 4)),
+    tiles: tuple[VectorTile, VectorTile] | None = None,
 ) -> Tensor:
     """Computes MXFP4 experts of few rows. Arguments are those of `few_rows`."""
     (tokens, hidden), top_k, device = x.shape, weights.shape[1], x.device
@@ -128,7 +128,7 @@ def vector_rows(
     act = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=device)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=device) if out is None else out
     added = x if residual is None else residual
-    (r1, k1, warps1), (r2, k2, warps2) = tiles
+    (r1, k1, warps1), (r2, k2, warps2) = tiles or TILES
     _vector_gate_up_kernel[(triton.cdiv(inner, r1), tokens * top_k)](
         x, weights, experts, gate_up.numbers, gate_up.scales, x if gate_up_bias is None else gate_up_bias, act,
         x.stride(0), first, local,

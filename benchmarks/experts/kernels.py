@@ -1,6 +1,6 @@
 """Checks and times the kernels of a mixture of experts on a GPU, with the candidates for their tiles.
 
-    python benchmarks/expert_kernels.py --shape qwen3 --rows 1 64
+    python benchmarks/experts/kernels.py --shape qwen3 --rows 1 64
 
 One row of the table is one candidate: microseconds of a layer (median over replays of a CUDA graph that goes through
 several layers, so that no weight comes from the L2 cache), the bytes of the experts it reads over this time, and the
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
@@ -260,7 +260,7 @@ def measure_rows(
             f"{name} {tiles}",
             lambda x, one, compute=compute, tiles=tiles: compute(
                 x, *routed[id(one)], one.gate_up, one.down, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias,
-                residual=x, tiles=tiles, **shared,
+                residual=x, tiles=tiles, **(shared if compute is small.few_rows else {"gpt_oss": True}),
             ),
         )  # fmt: skip
     mean = grouped.block_rows(rows * top_k, len(layers[0].router), layers[0].gate_up.kind)
