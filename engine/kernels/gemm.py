@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels import card
+from engine.kernels.card import SHARED_BYTES
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
 MAX_SKINNY_ROWS = 16  # Largest number of rows of `skinny_gemm`: the smallest tile of a tensor core.
@@ -96,8 +98,13 @@ def _skinny_kernel(
     tl.store(out + m * out_row + n, acc.to(out.dtype.element_ty), mask=m_ok & n_ok)
 
 
-def _shape(n: int, gated: bool, itemsize: int) -> tuple[int, int, int]:
-    """Returns BN, BK and pipeline stages, the fastest on an H100 for the matrices of an 8B model in bf16."""
+def _shape(n: int, gated: bool, itemsize: int, shared: int) -> tuple[int, int, int]:
+    """Returns BN, BK and pipeline stages, the fastest on an H100 for the matrices of an 8B model in bf16.
+
+    Cards with less shared memory (`shared` bytes a program) get smaller tiles.
+    """
+    if shared < SHARED_BYTES[80]:
+        return (32, 256 // itemsize, 4) if gated else (64, 256 // itemsize, 3)
     if gated:
         return 32, 512 // itemsize, 4
     if n <= 32 * ONE_WAVE:
@@ -133,7 +140,7 @@ def skinny_gemm(
     assert not (gated and residual is not None)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if out is None else out
     addend = x if residual is None else residual
-    bn, bk, stages = shape or _shape(n, gated, x.element_size())
+    bn, bk, stages = shape or _shape(n, gated, x.element_size(), card.shared_bytes(x.device))
     strides = [matrix.stride(0) for matrix in (x, weight, addend, out)]
     sizes = {"N": n, "K": k, "BM": MAX_SKINNY_ROWS, "BN": bn, "BK": bk, "STAGES": stages}
     options = {"BIAS": bias is not None, "ADD": residual is not None, "GATED": gated, **pdl_args(x.device)}
