@@ -40,9 +40,14 @@ def _half(pair, shift: tl.constexpr):
 
 @triton.jit
 def _scaled(pair, factors):
-    """Multiplies both bfloat16 of int32 pairs by those of factors."""
+    """Multiplies both bfloat16 of int32 pairs by those of factors. Before sm_90 there is only the fused form."""
     return tl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factors], dtype=tl.int32, is_pure=True, pack=1
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+        "=r,r,r",
+        [pair, factors],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 
