@@ -15,8 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import card
 from engine.kernels.experts.routing import SortedCopies
-from engine.kernels.experts.weight import FP8, MXFP4, ExpertWeight, activate, decode_e4m3, unpack_floats, unpack_pairs
+from engine.kernels.experts.weight import (
+    FP8,
+    MXFP4,
+    PLAIN,
+    ExpertWeight,
+    activate,
+    decode_e4m3,
+    unpack_floats,
+    unpack_pairs,
+)
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
 _DOWN = tl.constexpr(2.0**64)  # mxfp4 weights are 2^64 times too small in bfloat16, so that all scales fit its range.
@@ -221,6 +231,23 @@ def _tile(kind: int, block_m: int, first: bool, itemsize: int) -> Tile:
     return block_m, 128, 64, 3, 8
 
 
+def fitting_stages(tile: Tile, weight: ExpertWeight, first: bool, itemsize: int, device: torch.device) -> int:
+    """Returns the pipeline stages of a tile that the card's shared memory has room for, at least 2.
+
+    The interpreter and the compilation without a GPU count on the memory of an H100, see card.py.
+    """
+    bm, bn, bk, stages, _ = tile
+    numbers = bn * bk * (2 if first else 1)
+    inputs, unpacked = bm * bk * itemsize, 0
+    if weight.kind == PLAIN.value:
+        stored = numbers * itemsize
+    elif weight.kind == FP8.value:
+        stored, unpacked = numbers, numbers * itemsize
+    else:
+        stored, unpacked = numbers * 9 // 16, numbers * itemsize
+    return max(2, min(stages, (card.shared_bytes(device) - unpacked) // (inputs + stored)))
+
+
 def many_rows(
     x: Tensor,
     weights: Tensor,
@@ -264,6 +291,7 @@ def many_rows(
         bm, bn, bk, stages, warps = chosen or _tile(weight.kind, copies.block_m, is_first, itemsize)
         assert bm == copies.block_m
         bk = weight.largest_step(bk)
+        stages = fitting_stages((bm, bn, bk, stages, warps), weight, is_first, itemsize, device)
         size = target.shape[1]
         numbers, scales = weight.numbers, weight.scale_tensor(weights)
         _grouped_kernel[(triton.cdiv(size, bn), copies.max_blocks)](

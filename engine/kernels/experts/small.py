@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.experts.grouped import _block_scale, _weight_tile
+from engine.kernels.experts.grouped import _block_scale, _weight_tile, fitting_stages
 from engine.kernels.experts.weight import FP8, MXFP4, ExpertWeight, activate
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
@@ -173,6 +173,7 @@ def few_rows(
     added = x if residual is None else residual
     (bn, bk, stages, warps), down_tile = tiles or _tiles(gate_up.kind)
     bk = gate_up.largest_step(bk)
+    stages = fitting_stages((BM, bn, bk, stages, warps), gate_up, True, x.element_size(), device)
     shared = {"TOPK": top_k, "BM": BM, "NATIVE": native, **pdl_args(device)}
     _gate_up_kernel[(triton.cdiv(inner, bn), tokens * top_k)](
         x, weights, experts, gate_up.numbers, gate_up.scale_tensor(weights), _or(gate_up_bias, x), act, x.stride(0),
@@ -182,6 +183,7 @@ def few_rows(
     )  # fmt: skip
     bn, bk, stages, warps = down_tile
     bk = down.largest_step(bk)
+    stages = fitting_stages((BM, bn, bk, stages, warps), down, False, x.element_size(), device)
     _down_kernel[(triton.cdiv(hidden, bn), tokens)](
         act, weights, experts, down.numbers, down.scale_tensor(weights), _or(down_bias, x), added, out,
         added.stride(0), out.stride(0), first, local,
