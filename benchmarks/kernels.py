@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import decode_candidates
 from benchmarks.support import report as report_file
-from benchmarks.support.decode_candidates import Result
+from benchmarks.support.decode_candidates import TimedTile
 from benchmarks.support.limits import copy_seconds, device_seconds, median_seconds
 from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
@@ -259,11 +259,11 @@ def tune_decode(report: Report) -> None:
         for seqs, length, new in DECODES:
             case = DecodeCase(pool, seqs, length, new)
 
-            def measure(tile: DecodeTile, case: DecodeCase = case) -> Result:
+            def measure(tile: DecodeTile, case: DecodeCase = case) -> TimedTile:
                 launch, out = case.launch(tile)
                 launch(0)
                 worst = case.error(out)
-                return Result(tile, seconds(launch, 16, 7), worst)
+                return TimedTile(tile, seconds(launch, 16, 7), worst)
 
             name = f"{'e4m3' if fp8 else 'bf16'} {seqs}x{length}, {new} new"
             decode_candidates.search(name, measure, (fp8, new > 1), case.moved, report.copy_gb_s)

@@ -152,7 +152,7 @@ class KnownAnswers:
         """Does nothing."""
 
 
-class AlwaysDraft(DraftController):
+class ProofDrafts(DraftController):
     """Drafts wherever it may, also where it does not pay."""
 
     def limits(self, states: Sequence[tuple[DraftState, int]]) -> list[int]:
@@ -266,7 +266,7 @@ class Proof:
         """The jobs on the second engine, with drafts of which some are wrong."""
         engine, config = self.second, self.second.config
         engine.pool.reset_prefix_cache()
-        controller = AlwaysDraft(config.speculation_tokens, pads_steps=engine.runner.decode_step is not None)
+        controller = ProofDrafts(config.speculation_tokens, pads_steps=engine.runner.decode_step is not None)
         engine.set_proposer(KnownAnswers(self.reference, engine.vocab_size), controller)
         run = self._run(engine, "drafts", names)
         engine.set_proposer(None)

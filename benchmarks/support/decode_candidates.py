@@ -14,7 +14,7 @@ SHOWN = 9  # Rows of a printed table.
 
 
 @dataclass(frozen=True)
-class Result:
+class TimedTile:
     tile: DecodeTile
     seconds: float
     error: float
@@ -43,10 +43,10 @@ TILES = {
 
 
 def search(
-    name: str, measure: Callable[[DecodeTile], Result], kind: tuple[bool, bool], moved: float, copy_gb_s: float
+    name: str, measure: Callable[[DecodeTile], TimedTile], kind: tuple[bool, bool], moved: float, copy_gb_s: float
 ) -> None:
     """Times the candidates and prints the fastest. A candidate that does not compile is reported."""
-    results: list[Result] = []
+    results: list[TimedTile] = []
     for tile in TILES[kind]:
         for shares in (0.5, 1.0, 1.5, 2.0):
             try:

@@ -41,7 +41,7 @@ class QuantizedFiles:
 Packer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
-class Writer:
+class QuantizedWriter:
     """The packers of all formats. Each returns the tensors of one layer, and the weight that they mean."""
 
     def __init__(self, group_size: int, seed: int) -> None:
@@ -254,7 +254,7 @@ def write(
     input_scales: scale of the inputs of each layer, for static formats. Layers with skip(layer) stay as they are.
     """
     packer, options, config, activations, kind = _formats(group_size)[name]
-    pack: Callable[..., tuple[dict[str, Tensor], Tensor]] = getattr(Writer(group_size, seed), packer)
+    pack: Callable[..., tuple[dict[str, Tensor], Tensor]] = getattr(QuantizedWriter(group_size, seed), packer)
     meaning, tensors = QuantizedFiles(activations, kind), dict[str, Tensor]()
     shutil.copytree(source, dest, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"), dirs_exist_ok=True)
     for file in sorted(source.glob("*.safetensors")):

@@ -195,12 +195,12 @@ def test_quantised_numbers_without_a_config_are_refused(plain: Path, tmp_path: P
 
 
 def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
-    from benchmarks.support.quantized_files import Writer
+    from benchmarks.support.quantized_files import QuantizedWriter
 
     write(plain, tmp_path, "gptq")
     file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     tensors = load_file(file)
-    packed, meant = Writer(32, 0).gptq("lm_head", tensors.pop("lm_head.weight"))
+    packed, meant = QuantizedWriter(32, 0).gptq("lm_head", tensors.pop("lm_head.weight"))
     save_file(tensors | {f"lm_head.{kind}": tensor for kind, tensor in packed.items()}, file)
     config["quantization_config"]["lm_head"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
