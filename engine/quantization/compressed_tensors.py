@@ -15,7 +15,10 @@ _ORDERS = (None, False, True, "group", "dynamic", "weight", "static")
 
 
 def rules(fields: Fields) -> tuple[Rule, ...]:
-    """Returns the rules of a config: ignored layers first, then the groups in the order of the file."""
+    """Returns the rules of a config: ignored layers, then targets that are names, patterns and classes of layers.
+
+    Targets of one sort are in the order of the file.
+    """
     if (sparsity := fields.raw.get("sparsity_config")) and Fields(sparsity, fields.file, fields.method).raw.get(
         "format"
     ) not in (None, "dense"):
@@ -23,6 +26,7 @@ def rules(fields: Fields) -> tuple[Rule, ...]:
     if fields.raw.get("transform_config"):
         raise fields.refused("it has a transform_config")
     found = [Rule(_pattern(fields, name, "ignore"), None) for name in fields.names("ignore")]
+    targeted = list[tuple[int, Rule]]()
     groups = fields.inner("config_groups")
     if not groups.raw:
         raise fields.refused("config_groups is empty")
@@ -32,8 +36,13 @@ def rules(fields: Fields) -> tuple[Rule, ...]:
         if not targets:
             raise fields.refused(f"the group {name!r} of config_groups has no targets")
         scheme = _scheme(group, group.raw.get("format") or fields.raw.get("format"))
-        found += [Rule(_pattern(fields, target, "targets"), scheme) for target in targets]
-    return tuple(found)
+        targeted += [(_sort(target), Rule(_pattern(fields, target, "targets"), scheme)) for target in targets]
+    return (*found, *(rule for _, rule in sorted(targeted, key=lambda pair: pair[0])))
+
+
+def _sort(target: str) -> int:
+    """0: a name, 1: a regular expression, 2: the class of all layers. The smallest that matches a layer decides."""
+    return 2 if target == "Linear" else int(target.startswith("re:"))
 
 
 def _pattern(fields: Fields, name: str, key: str) -> str:

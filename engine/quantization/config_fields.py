@@ -8,13 +8,15 @@ from typing import Any
 
 from common.errors import ConfigError
 
-#: A regular expression of a checkpoint may not make the match of a layer's name slow: its length, and the number of
-#: repetitions, are bounded, and no group is repeated.
+#: A regular expression of a checkpoint may not make the match of a layer's name slow: its length, its repetitions and
+#: its alternatives are bounded, and no group is repeated. These are counted without escaped characters.
 _MAX_PATTERN = 256
-_MAX_REPEATS = 6
+_MAX_CHOICES = 6
+_MAX_ALTERNATIVES = 40
 _MAX_GROUP = 1 << 20
-_REPEAT = re.compile(r"(?<!\\)[*+{]")
-_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_CHOICE = re.compile(r"[*+{]|(?<![(*+?}])\?|[()](?=[^()]*\|)")  # a repetition, or a group that has alternatives
+_REPEATED_GROUP = re.compile(r"\)[*+{]|\(\?[a-zA-Z]*x")  # (?x) allows blanks between a group and its repetition
 
 
 class Fields:
@@ -69,7 +71,9 @@ class Fields:
 
     def pattern(self, text: str, key: str) -> str:
         """Returns a regular expression of the config, if it is valid and its match is fast on a layer's name."""
-        if len(text) > _MAX_PATTERN or len(_REPEAT.findall(text)) > _MAX_REPEATS or _REPEATED_GROUP.search(text):
+        bare = _ESCAPED.sub("x", text)
+        slow = len(_CHOICE.findall(bare)) > _MAX_CHOICES or bare.count("|") > _MAX_ALTERNATIVES
+        if len(text) > _MAX_PATTERN or slow or _REPEATED_GROUP.search(bare):
             raise self.refused(f"{key} has the pattern {text[:_MAX_PATTERN]!r}, which is too complex")
         try:
             re.compile(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from engine.quantization.weight import BLOCK, Activations, Kind
@@ -53,6 +54,11 @@ class Rule:
     scheme: Scheme | None
 
 
+@cache  # of re itself, the cache holds 512 patterns: configs of mixtures of experts name more layers
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """How the linear layers of a model are quantised. The first rule that matches a layer's name decides."""
@@ -64,7 +70,7 @@ class Quantization:
 
     def scheme_of(self, name: str) -> Scheme | None:
         """Returns the scheme of a linear layer, by its name in the checkpoint. None: it is not quantised."""
-        return next((rule.scheme for rule in self.rules if re.match(rule.pattern, name)), None)
+        return next((rule.scheme for rule in self.rules if _compiled(rule.pattern).match(name)), None)
 
     @property
     def text(self) -> str:

@@ -134,6 +134,17 @@ def test_a_prepared_weight_is_the_weight(name, device, gen):
     assert torch.equal(plain, weight.dequantize(torch.float32))
 
 
+def test_the_scales_of_a_ranks_blocks_have_no_gaps(device):
+    """cuBLAS reads the scales of blocks as one range of memory, without a stride."""
+    numbers = torch.zeros(256, 1024, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.arange(16.0, device=device).view(2, 8)
+    weight = QuantizedWeight("fp8", numbers, scales, block=True, activations="group", group_size=128)
+    part = prepare(weight.columns(slice(512, 1024)), torch.bfloat16)
+    assert part.block
+    assert part.scales.stride() == (1, 4)
+    assert part.scales.t().tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_every_number_of_rows_has_a_method(name, device, gen):
     prepared = prepare(random_weight(name, gen, device), torch.float32)

@@ -86,6 +86,10 @@ def refusal(directory: Path, quantization: Any, *, file: str = "config.json") ->
         (ct(FOUR, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
         (ct(FOUR, transform_config={"config_groups": {}}), "transform_config"),
         (ct(FOUR, ignore=["re:(x*)*"]), "too complex"),
+        (ct(FOUR, ignore=["re:" + ".?" * 60 + "Z"]), "too complex"),
+        (ct(FOUR, ignore=[r"re:([a-z.]+|\\)*Z"]), "too complex"),
+        (ct(FOUR, ignore=["re:(?x)([a-z.]+) *Z"]), "too complex"),
+        (ct(FOUR, ignore=["re:" + "(.|.)" * 31 + "Z"]), "too complex"),
         ({"quant_method": "compressed-tensors", "format": "x", "config_groups": {}}, "config_groups is empty"),
     ],
 )
@@ -206,3 +210,28 @@ def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     model: Any = open_model(tmp_path).load(16, CPU, torch.float32)
     torch.testing.assert_close(model.head.weight, meant, rtol=0, atol=1e-6)
+
+
+def test_a_name_or_a_pattern_of_compressed_tensors_comes_before_all_linear_layers(tmp_path: Path) -> None:
+    """Groups are not in the order of the file: the one whose target says more about a layer decides."""
+    config = ct(FOUR)
+    groups, layer = config["config_groups"], "model.layers.0.mlp.{}_proj"
+    groups["group_1"] = {"targets": ["re:.*(gate|up|down)_proj$"], "weights": FOUR | {"num_bits": 8}}
+    groups["group_2"] = {"targets": [layer.format("down")], "weights": FOUR | {"group_size": 64}}
+    source = open_model(bare_model(tmp_path, CONFIG | {"quantization_config": config}))
+    assert source.quantization is not None
+    schemes = [source.quantization.scheme_of(name) for name in (Q, layer.format("up"), layer.format("down"))]
+    assert [scheme.text for scheme in schemes if scheme] == [
+        "int4, groups of 32",
+        "int8, groups of 32",
+        "int4, groups of 64",
+    ]
+
+
+def test_a_config_may_name_thousands_of_layers(tmp_path: Path) -> None:
+    names = [f"model.layers.{index}.mlp.gate" for index in range(2000)]
+    for key, config in (("modules_to_not_convert", FP8), ("ignore", ct(FOUR))):
+        source = open_model(bare_model(tmp_path, CONFIG | {"quantization_config": config | {key: names}}))
+        assert source.quantization is not None
+        found = [source.quantization.scheme_of(f"model.layers.{index}.mlp.gate") for index in (0, 10, 1999, 2000)]
+        assert [scheme is None for scheme in found] == [True, True, True, False]

@@ -64,7 +64,7 @@ def prepare(weight: QuantizedWeight, compute: torch.dtype) -> DeviceWeight:
     if weight.kind == "int4":
         width = width if group else min(width, max(16, columns & -columns))
         numbers = _words(weight.unpacked(), width)
-    scales, scale_dtype = weight.scales.t(), torch.float32
+    scales, scale_dtype = weight.scales.contiguous().t(), torch.float32  # a rank's part is not contiguous
     if not weight.block:
         scales = scales.contiguous()
     offsets = None
