@@ -201,7 +201,7 @@ FAMILIES = {
         rope=RopeDefaults(theta=1e6),
         moe=_mixtral,
     ),
-    "OlmoeForCausalLM": ModelFamily(qk_norm="all", norm_eps=1e-5, windows=_one_window, moe=_olmoe),
+    "OlmoeForCausalLM": ModelFamily(qk_norm="all", norm_eps=1e-5, moe=_olmoe),
     "Glm4MoeForCausalLM": ModelFamily(
         out_bias="none",
         qk_norm="head",
