@@ -131,6 +131,14 @@ def test_mixture(kind, gpt_oss, tokens, max_few, device, gen):
     assert error(got, x.double() + case.expected(x)) < 5e-6
 
 
+@pytest.mark.parametrize("max_few", [99, 0])
+def test_mxfp4_in_float16(max_few, device, gen):
+    """Numbers that are scaled down for the range of bfloat16 would all be zero."""
+    case = make("mxfp4", device, gen, dtype=torch.float16)
+    x = torch.randn(2, len(case.norm), generator=gen, device=device).half()
+    assert error(mixture(x, case.layer, case.norm, case.eps, max_few=max_few), case.expected(x)) < 2e-3
+
+
 def test_a_step_has_one_scale_of_fp8_blocks(device, gen, monkeypatch):
     """Tiles that are deeper than a block of 128 inputs are cut."""
     monkeypatch.setattr(small, "_tiles", lambda kind: ((32, 256, 2, 4), (64, 256, 2, 4)))

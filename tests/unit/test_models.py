@@ -210,6 +210,10 @@ def test_whole_floats_count_as_integers() -> None:
         ({"eos_token_id": [1, None]}, "eos_token_id"),
         ({"architectures": ["Qwen2ForCausalLM"], "max_window_layers": "all"}, "max_window_layers is 'all'"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": 2}, "layer_types is 2, a list"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": [None, []]}, "layer_types has None"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": [[]]}, r"layer_types has \[\]"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": []}, "layer_types has 0 layers"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta is 1.0, yarn needs"),
     ],
 )
 def test_unsupported_configurations_are_named(change: dict[str, Any], message: str) -> None:

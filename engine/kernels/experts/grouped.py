@@ -29,7 +29,8 @@ from engine.kernels.experts.weight import (
 )
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
-_DOWN = tl.constexpr(2.0**64)  # mxfp4 weights are 2^64 times too small in bfloat16, so that all scales fit its range.
+#: mxfp4 weights are 2^64 times too small in bfloat16 and float32, so that all scales fit their range.
+_DOWN = tl.constexpr(2.0**64)
 
 
 @triton.jit
@@ -93,7 +94,10 @@ def _weight_tile(
             mask=n_ok[:, None] & (j < SGROUPS // 4)[None, :],
             other=0,
         )
-        tile = tl.trans(_mxfp4_tile(words, scale, BN, BK, dtype == tl.bfloat16 and NATIVE).to(dtype))
+        tile = _mxfp4_tile(words, scale, BN, BK, dtype == tl.bfloat16 and NATIVE)
+        if dtype == tl.float16:  # its range has no room for numbers that are 2^64 times too small
+            tile *= _DOWN
+        tile = tl.trans(tile.to(dtype))
     else:
         k = start + tl.arange(0, BK)
         src = w + (base + n)[None, :] * K + k[:, None]
@@ -167,7 +171,7 @@ def _grouped_kernel(
                 acc_up += tl.dot(v, u, input_precision="ieee") * s[None, :]
             else:
                 acc_up = tl.dot(v, u, acc_up, input_precision="ieee")
-    if KIND == MXFP4:
+    if KIND == MXFP4 and dtype != tl.float16:
         acc *= _DOWN
         acc_up *= _DOWN
     if KIND == FP8 and SGROUPS == 1:

@@ -61,7 +61,7 @@ def _gate_up_kernel(
             acc_up = tl.dot(v, u, acc_up, input_precision="ieee")
     y = tl.sum(acc, 0)  # the other rows are zero
     z = tl.sum(acc_up, 0)
-    if KIND == MXFP4:
+    if KIND == MXFP4 and dtype != tl.float16:
         y *= _DOWN
         z *= _DOWN
     if KIND == FP8 and SGROUPS == 1:
@@ -124,7 +124,7 @@ def _down_kernel(
         else:
             acc = tl.dot(v, g, acc, input_precision="ieee")
     y = tl.sum(acc, 0)
-    if KIND == MXFP4:
+    if KIND == MXFP4 and dtype != tl.float16:
         y *= _DOWN
     if BIAS:
         for slot in tl.static_range(TOPK):

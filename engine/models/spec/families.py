@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from common.errors import ConfigError
 from engine.models.spec.fields import NotNative, flag, integer, number, uses_mxfp4
-from engine.models.spec.model import MoeSpec
+from engine.models.spec.model import MXFP4_GROUP, MoeSpec
 from engine.models.spec.rope import RopeDefaults
 
 MAX_EXPERTS = 1 << 12  #: Far above every model; loading makes a list of all experts.
@@ -60,9 +60,11 @@ def _typed_windows(config: Config, layers: int, window: int | None) -> Windows:
     kinds = config["layer_types"]
     if not isinstance(kinds, list):
         raise ConfigError(f"config.json: layer_types is {kinds!r}, a list is needed", field="model")
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != layers:
-        raise NotNative(f"layer_types are not supported: {sorted(unknown) or len(kinds)}")
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise NotNative(f"layer_types has {unknown[0]!r}, which is not supported")
+    if len(kinds) != layers:
+        raise NotNative(f"layer_types has {len(kinds)} layers, num_hidden_layers is {layers}")
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("config.json has sliding_attention layers but no sliding window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -118,8 +120,13 @@ def _granite_moe(config: Config, layers: int) -> MoeSpec:
 def _gpt_oss(config: Config, layers: int) -> MoeSpec:
     if (number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
         raise NotNative("swiglu_alpha other than 1.702 and swiglu_limit other than 7 are not supported")
+    mxfp4 = uses_mxfp4(config)
+    for name in ("hidden_size", "intermediate_size"):
+        if mxfp4 and (size := integer(config, name)) % MXFP4_GROUP:
+            problem = f"{name} is {size}, weights of the format 'mxfp4' need a multiple of {MXFP4_GROUP}"
+            raise ConfigError(f"config.json: {problem}", field="model")
     options: dict[str, Any] = dict.fromkeys(("router_bias", "gate_up_bias", "down_bias"), True)
-    return _moe(config, (True,) * layers, 128, 4, activation="gpt_oss", mxfp4=uses_mxfp4(config), **options)
+    return _moe(config, (True,) * layers, 128, 4, activation="gpt_oss", mxfp4=mxfp4, **options)
 
 
 def _moe(
@@ -194,7 +201,7 @@ FAMILIES = {
         rope=RopeDefaults(theta=1e6),
         moe=_mixtral,
     ),
-    "OlmoeForCausalLM": ModelFamily(qk_norm="all", norm_eps=1e-5, windows=_one_window, moe=_olmoe),
+    "OlmoeForCausalLM": ModelFamily(qk_norm="all", norm_eps=1e-5, moe=_olmoe),
     "Glm4MoeForCausalLM": ModelFamily(
         out_bias="none",
         qk_norm="head",

@@ -79,6 +79,8 @@ def _rope_of(raw: Any, config: Mapping[str, Any], max_position: int, defaults: R
     theta = number(raw, "rope_theta", number(config, "rope_theta", defaults.theta))
     if kind == "default":
         return RopeSpec(kind, theta, partial=partial)
+    if kind == "yarn" and theta <= 1.0:
+        raise ConfigError(f"config.json: rope_theta is {theta}, yarn needs a number above 1", field="model")
     required = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}[kind]
     missing = [key for key in required if raw.get(key) is None]
     if missing:

@@ -46,7 +46,8 @@ MOE_CASES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
-    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+    # transformers has no window in this family, also if config.json has one.
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9},
     "glm4-moe": {
         "model_type": "glm4_moe",
         "head_dim": 32,
