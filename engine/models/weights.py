@@ -66,7 +66,9 @@ def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARD
             targets[f"{prefix}{name}"] = Target(module.weight, module.split)
         elif isinstance(module, Experts | ExpertRouter):
             found = module.targets(shard) if isinstance(module, Experts) else module.targets()
-            targets |= {f"{prefix}{name}": target for name, target in found}
+            for name, target in found:
+                replaces = frozenset(prefix + replaced for replaced in target.replaces)
+                targets[f"{prefix}{name}"] = target._replace(replaces=replaces)
     return targets
 
 
