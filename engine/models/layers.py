@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from engine.models.spec import ModelSpec
 from engine.quantization.inputs import InputRounding
 from engine.quantization.scheme import Scheme
-from engine.quantization.weight import QuantizedWeight
 
 
 class Target(NamedTuple):
@@ -45,8 +44,7 @@ class Linear(nn.Linear):
     packed: Tensor | None = None  # The weight in another order, see `engine.models.cpu_weights`.
     scales: Tensor | None = None  # [outputs] if the weight is int8.
     scheme: Scheme | None = None  # How the checkpoint quantises the layer. `weight` is empty until it is loaded.
-    quantized: QuantizedWeight | None = None  # The weight of kernels that multiply with it; `weight` stays empty.
-    prepared: Any = None  # The form of `quantized` that the kernels read.
+    prepared: Any = None  # A quantised weight in the form that the kernels read; `weight` stays empty.
     rounding: InputRounding | None = None  # Rounds the inputs of a product with a dequantised weight.
     multiplier = 1.0  # Factor on the product where it is added to the residual stream.
 
@@ -64,7 +62,7 @@ class Embedding(nn.Embedding):
 
     split = None
     packed: Tensor | None = None  # As in `Linear`.
-    bias = scales = scheme = quantized = prepared = rounding = None
+    bias = scales = scheme = prepared = rounding = None
 
     def __init__(self, name: str, rows: int, size: int) -> None:
         super().__init__(rows, size)
@@ -110,7 +108,6 @@ class LinearSlice(NamedTuple):
     bias: Tensor | None = None
     scales: Tensor | None = None
     packed: Tensor | None = None
-    quantized: QuantizedWeight | None = None
     prepared: Any = None
     rounding: InputRounding | None = None
 
@@ -162,13 +159,12 @@ class Attention(nn.Module):
     @property
     def kv(self) -> LinearSlice:
         """The part of `qkv` that computes keys and values."""
-        rows, bias, scales, quantized = self.kv_rows, self.qkv.bias, self.qkv.scales, self.qkv.quantized
+        rows, bias, scales = self.kv_rows, self.qkv.bias, self.qkv.scales
         return LinearSlice(
             self.qkv.weight[rows],
             None if bias is None else bias[rows],
             None if scales is None else scales[rows],
             self.packed_kv,
-            None if quantized is None else quantized.rows(rows),
             self.prepared_kv,
             self.qkv.rounding,
         )

@@ -73,7 +73,7 @@ def test_other_formats_and_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'mxfp4' are not supported for MixtralForCausalLM"):
         parse_spec(mixtral)
     uneven = config | {"intermediate_size": 48, "quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(ConfigError, match="intermediate_size is 48, .* need a multiple of 32"):
+    with pytest.raises(ConfigError, match=r"intermediate_size is 48, .* need a multiple of 32"):
         parse_spec(uneven)
     awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": awq}))
