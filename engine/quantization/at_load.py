@@ -57,7 +57,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
 def _four_bits(weight: Tensor, size: int, *, zeros: bool) -> QuantizedWeight:
     """Returns a weight with scales that float16 holds, like those of checkpoints. zeros: store the zeros."""
     groups = weight.view(len(weight), -1, size)
-    scales = (groups.abs().amax(dim=-1) / (FIXED_ZERO - 1)).half().float().clamp_(min=2.0**-24)
+    scales = (groups.abs().amax(dim=-1) / (FIXED_ZERO - 1)).clamp_(2.0**-24, torch.finfo(torch.half).max).half().float()
     numbers = (groups / scales[..., None]).round_().add_(FIXED_ZERO).clamp_(0, 15).to(torch.uint8)
     stored = torch.full_like(scales, FIXED_ZERO, dtype=torch.uint8) if zeros else None
     return QuantizedWeight("int4", pack_nibbles(numbers.view(weight.shape)), scales, stored, group_size=size)

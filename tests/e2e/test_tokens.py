@@ -93,6 +93,19 @@ async def in_flight(answer: Callable[[Case], Awaitable[None]], cases: list[Case]
     await asyncio.gather(*(one(case) for case in cases))
 
 
+async def accepted(
+    stub: inference_pb2_grpc.InferenceAsyncStub, request: inference_pb2.GenerateRequest
+) -> list[inference_pb2.Token]:
+    """Returns the tokens of an answer. Tries again after a refusal: cold pods may forecast minutes."""
+    while True:
+        try:
+            return [t async for part in stub.Generate(request, timeout=600) for t in part.tokens]
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            await asyncio.sleep(1.0)
+
+
 def test_the_oracle_is_what_generate_says(oracle: Oracle, texts: list[list[int]]) -> None:
     found = oracle.references(texts[0], [1, 40, 100], OUTPUT)
     for length, reference in found.items():
@@ -115,7 +128,7 @@ async def test_grpc_with_16_in_flight_and_cold_caches(cluster: Cluster, cases: l
                 cache_salt=SHARED,
                 logprobs=0,
             )
-            tokens = [t async for part in stub.Generate(request, timeout=600) for t in part.tokens]
+            tokens = await accepted(stub, request)
             assert [t.index for t in tokens] == list(range(len(tokens)))
             assert_same([t.id for t in tokens], case.expected, case.what)
             if case.clear:
