@@ -233,7 +233,7 @@ def measure_rows(
         runs = [lambda x=x, one=one: run(x, one) for x, one in zip(xs, layers, strict=True)] * (2 if rows < 256 else 1)
         try:
             seconds = graph_seconds(runs)
-        except Exception as problem:
+        except Exception as problem:  # Triton and ptxas raise many classes; the candidate is reported
             print(f"{shape} {kind} {rows:5d} {name}: {str(problem).splitlines()[0][:90]}", flush=True)
             return
         print(f"{shape} {kind} {rows:5d} {seconds * 1e6:8.1f} us {nbytes / seconds / rate:6.1%}  {name}", flush=True)

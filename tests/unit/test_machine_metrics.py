@@ -45,7 +45,7 @@ def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
     assert memory_usage(tmp_path / "none").limit == psutil.virtual_memory().total
 
 
-class Driver:
+class FailingDriver:
     """A GPU driver that may fail."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Driver:
 
 
 def test_a_reading_is_kept_for_a_second_and_a_driver_may_recover() -> None:
-    driver, now = Driver(), [100.0]
+    driver, now = FailingDriver(), [100.0]
     gpu = GpuMonitor(driver.read, lambda: now[0])
     assert gpu.reading() == gpu.reading() == GpuReading(40, 80, 0.5)
     assert driver.asked == 1
@@ -123,7 +123,7 @@ def test_nvml_reports_what_it_knows_and_torch_the_rest(
 
 
 def test_gpu_metrics_are_left_out_while_the_driver_fails() -> None:
-    driver, now = Driver(), [0.0]
+    driver, now = FailingDriver(), [0.0]
     metrics = Metrics()
     add_gpu_metrics(metrics, GpuMonitor(driver.read, lambda: now[0]))
     text = metrics.exposition().decode()

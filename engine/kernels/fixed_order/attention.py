@@ -8,11 +8,7 @@ in ascending order. The results of the splits are merged in ascending order:
 
 Decode computes splits in different programs and merges them in a second kernel. The prompt kernel computes and merges
 all splits of its queries in one program. Both use `_split` and `_merge`, so a query gets the same bits in both. A tile
-that a query does not see changes nothing: its weights are 0 and its factor is 1.
-
-All tiles have 64 rows per 4 warps, so that the sum over a tile's weights is made by the same threads in the same order
-(on Hopper a row of a wgmma tile belongs to four threads of one warp). A compiler could fuse a product and a sum in one
-kernel and not in the other, so `enable_fp_fusion` is off and `tl.fma` stands where both are one operation.
+whose keys are all masked for a query leaves its result as it is.
 
 The functions have the names and arguments of `paged_decode.py` and `paged_prefill.py`, which `TritonAttention` calls.
 """
@@ -32,6 +28,10 @@ from engine.kernels.paged_decode import MAX_QUERY, _plan_kernel
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.pool import pool_args
 from engine.kv.kv_pool import LayerKV
+
+# All tiles have 64 rows per 4 warps, so that the sum over a tile's weights is made by the same threads in the same
+# order (on Hopper a row of a wgmma tile belongs to four threads of one warp). A compiler could fuse a product and a sum
+# in one kernel and not in the other, so `enable_fp_fusion` is off and `tl.fma` stands where both are one operation.
 
 SPLIT = 512  # Keys of a split.
 TILE = 64  # Keys of a tile.
