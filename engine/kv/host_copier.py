@@ -91,10 +91,10 @@ class HostKVPool:
             # torch rounds page-locked allocations up to powers of two; registering a tensor does not.
             began = time.monotonic()
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = cudart.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
+            error = int(cudart.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0))
             size = self.data.nbytes / (1 << 30)
-            if int(error) != 0:
-                text = f"{size:.1f} GiB of host memory cannot be page-locked ({error}); lower host_cache"
+            if error != 0:
+                text = f"{size:.1f} GiB of host memory cannot be page-locked (CUDA error {error}); lower host_cache"
                 raise ConfigError(text, field="host_cache")
             self._locked = True
             log.info("%.1f GiB of host memory page-locked in %.1f s", size, time.monotonic() - began)

@@ -56,9 +56,11 @@ class StagingAgent:
             raise TransferFailed(f"staging_memory has room for {slots} blocks of {size} bytes: it needs {need} MiB")
         self.area = area = StagingArea.create(options.directory, slots, size)
         try:
-            inner.start(host_agent(name), area.memory())
             copier.attach(area)
+            # After the copier: UCX page-locks memory that is not locked yet, and CUDA refuses to lock it twice.
+            inner.start(host_agent(name), area.memory())
         except BaseException:
+            copier.detach(area)
             area.close()
             raise
         shared = f", shared in {self.directory}" if area.file else ""

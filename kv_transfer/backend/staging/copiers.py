@@ -84,9 +84,10 @@ class TorchCopier:
     def attach(self, area: StagingArea) -> None:
         data = self._torch.frombuffer(area.buffer(), dtype=self._torch.uint8).view(area.slots, area.slot_bytes)
         if self._streams is not None:
-            error = self._cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)
-            if int(error) != 0:
-                raise TransferFailed(f"{data.nbytes >> 20} MiB of host memory cannot be page-locked ({error})")
+            error = int(self._cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0))
+            if error != 0:
+                size = data.nbytes >> 20
+                raise TransferFailed(f"{size} MiB of host memory cannot be page-locked (CUDA error {error})")
         self._areas[area] = data
 
     def detach(self, area: StagingArea) -> None:
