@@ -181,12 +181,13 @@ def test_a_static_scale_clamps_inputs(device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs products of 8 bits")
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8-static", "fp8-blocks"])
-@pytest.mark.parametrize("end", ["norm", "gated", "residual"])
-def test_products_of_8_bits(name, end, device, gen):
-    """Many rows have quantised inputs, as the checkpoint says."""
-    n, k, rows, kind = 512, 1024, 70, "int8" if name == "int8" else "fp8"
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_products_of_8_bits(name, dtype, device, gen):
+    """Inputs are quantised, as the checkpoint says. Any number of rows is possible."""
+    n, k, kind = 512, 1024, "int8" if name == "int8" else "fp8"
     blocks, static = name == "fp8-blocks", name == "fp8-static"
     scales = torch.rand(*((4, 8) if blocks else (n, 1)), generator=gen, device=device) + 0.5
+    scales *= 2.0**-6 if dtype == torch.float16 else 1.0  # no result exceeds float16
     numbers = torch.randn(n, k, generator=gen, device=device) * (20 if kind == "int8" else 1)
     numbers = numbers.round().to(torch.int8) if kind == "int8" else numbers.to(torch.float8_e4m3fn)
     activations: Any = "group" if blocks else "static" if static else "token"
@@ -195,18 +196,29 @@ def test_products_of_8_bits(name, end, device, gen):
     weight = QuantizedWeight(
         kind, numbers, scales, block=blocks, activations=activations, input_scale=input_scale, group_size=size
     )
-    prepared = prepare(weight, torch.bfloat16)
+    prepared = prepare(weight, dtype)
     if not has_wide_product(prepared):
         pytest.skip("this card has no such product")
-    x = torch.randn(rows, k, generator=gen, device=device).bfloat16()
-    norm = None if end == "residual" else (torch.rand(k, generator=gen, device=device) + 0.5).bfloat16()
-    residual = torch.randn(rows, n, generator=gen, device=device).bfloat16() if end == "residual" else None
-    inputs = x if norm is None else rms_norm(x, norm, EPS)
     rounded = input_rounding(weight)
     assert rounded is not None
-    zero = torch.zeros(n, device=device)
-    want = expected(rounded(inputs.float()), weight, zero, None, residual, end == "gated")
-    got = quantized_linear(
-        x, prepared, norm=norm, eps=EPS, residual=residual, gated=end == "gated", out=residual, method="wide"
-    )
-    assert error(got, want) < TOLERANCE[torch.bfloat16]
+    ends = ("norm", "gated", "residual")
+    for rows, end in [*((70, end) for end in ends), *((rows, ends[rows % 3]) for rows in (*range(1, 10), 17, 2047))]:
+        x = torch.randn(rows, k, generator=gen, device=device).to(dtype)
+        norm = None if end == "residual" else (torch.rand(k, generator=gen, device=device) + 0.5).to(dtype)
+        residual = torch.randn(rows, n, generator=gen, device=device).to(dtype) if end == "residual" else None
+        inputs = x if norm is None else rms_norm(x, norm, EPS)
+        want = expected(rounded(inputs.float()), weight, torch.zeros(n, device=device), None, residual, end == "gated")
+        got = quantized_linear(
+            x, prepared, norm=norm, eps=EPS, residual=residual, gated=end == "gated", out=residual, method="wide"
+        )
+        assert error(got, want) < TOLERANCE[torch.bfloat16], (rows, end)  # the product may be of this dtype
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["token", "group"])
+def test_quantized_inputs_may_have_more_rows(group, device, gen):
+    x = torch.randn(3, 256, generator=gen, device=device)
+    numbers, scales = quantize(x, torch.int8, group=group, multiple=16)
+    assert (numbers.shape, scales.shape, scales.stride(0)) == ((16, 256), (16, 2 if group else 1), 1)
+    want = quantize(x, torch.int8, group=group)
+    assert torch.equal(numbers[:3], want[0])
+    assert torch.equal(scales[:3], want[1])

@@ -196,8 +196,8 @@ def _sum_kernel(
     parts, experts, residual, out, residual_row, out_row, first, local,
     N: tl.constexpr, TOPK: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    token = tl.program_id(0).to(tl.int64)  # the first dimension of a grid has no limit of 65,535
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     ok = n < N
     wait_for_previous(PDL)
     y = tl.zeros([BN], tl.float32)
@@ -307,7 +307,7 @@ def many_rows(
         )  # fmt: skip
     added = x if residual is None else residual
     block = min(1024, int(triton.next_power_of_2(hidden)))
-    _sum_kernel[(triton.cdiv(hidden, block), tokens)](
+    _sum_kernel[(tokens, triton.cdiv(hidden, block))](
         parts, experts, added, out, added.stride(0), out.stride(0), first, local,
         N=hidden, TOPK=top_k, BN=block, ADD=residual is not None, num_warps=4, **pdl_args(device),
     )  # fmt: skip

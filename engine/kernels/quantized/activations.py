@@ -94,10 +94,12 @@ def quantize(
     static: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 1e-6,
+    multiple: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Quantises x [R, K]. Returns numbers [R, K] and scales float32 [R, 1], or [R, ceil(K / 128)] with `group`.
 
     Args:
+        multiple: the results have R rounded up to a multiple of this number as rows; the added ones are not written.
         dtype: float8_e4m3fn or int8.
         group: a scale for each row and 128 inputs. The scales of a column are contiguous, as cuBLAS reads them.
         static: float32 []: the scale of all inputs, which are clamped to what it can represent.
@@ -106,8 +108,9 @@ def quantize(
     rows, k = x.shape
     assert x.stride(1) == 1
     groups = -(-k // BLOCK) if group else 1
-    scales = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
-    out = torch.empty(rows, k, dtype=dtype, device=x.device)
+    stored = -(-rows // multiple) * multiple
+    scales = torch.empty(groups, stored, dtype=torch.float32, device=x.device).t()
+    out = torch.empty(stored, k, dtype=dtype, device=x.device)
     native = not triton.knobs.runtime.interpret
     target = out if native or dtype == torch.int8 else out.view(torch.uint8)
     optional = x if norm is None else norm, scales if static is None else static

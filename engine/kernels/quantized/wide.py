@@ -1,9 +1,8 @@
-"""Products of many rows: with 8-bit inputs on the tensor cores' 8-bit types, or over a dequantised scratch.
+"""Products of many rows with 8-bit inputs on the tensor cores' 8-bit types.
 
 fp8, scale per output       inputs quantised per token (or by the checkpoint's scale), `torch._scaled_mm`
 fp8, scale per block        inputs quantised per token and 128 columns, `torch._scaled_mm` with blocks (Hopper)
 int8, scale per output      inputs quantised per token, `torch._int_mm`
-others                      the weight is dequantised to a scratch, which cuBLAS multiplies
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.quantized.activations import quantize
-from engine.kernels.quantized.dequantize import dequantize
 from engine.kernels.quantized.device_weight import DeviceWeight
 from engine.quantization.weight import BLOCK
+
+#: Inputs have rows in multiples of this number; the added rows have any content. With scales per block cuBLAS reads the
+#: scales of a column, one for each row, by 16 bytes, and refuses 70 rows. `torch._int_mm` refuses 16 rows and fewer.
+MULTIPLE = {torch.float8_e4m3fn: 16, torch.int8: 32}
 
 
 def has_wide_product(weight: DeviceWeight) -> bool:
@@ -27,11 +28,15 @@ def has_wide_product(weight: DeviceWeight) -> bool:
         return False
     if weight.kind == "int8":
         return weight.group == 0 and weight.activations == "token"
+    device, compute = weight.numbers.device, weight.compute
     if weight.group == 0:
-        return weight.activations in ("token", "static") and supports_fp8(weight.numbers.device)
-    if weight.activations != "group" or not weight.block:
-        return False
-    return weight.inputs % (4 * BLOCK) == 0 and supports_blocks(weight.numbers.device)
+        fits = weight.activations in ("token", "static") and supports_fp8(device)
+    else:
+        fits = weight.activations == "group" and weight.block and weight.inputs % (4 * BLOCK) == 0
+        fits = fits and supports_blocks(device)
+    if fits:
+        result_dtype(device, compute, weight.group > 0)  # asked here, because a CUDA graph cannot capture the question
+    return fits
 
 
 @cache
@@ -45,35 +50,47 @@ def supports_blocks(device: torch.device) -> bool:
     """Returns whether `torch._scaled_mm` has products of e4m3 with scales per 128 x 128 block on this device."""
     if not supports_fp8(device) or torch.cuda.get_device_capability(device)[0] != 9:
         return False
+    return _has_result(device, torch.bfloat16, blocks=True)
+
+
+@cache
+def result_dtype(device: torch.device, compute: torch.dtype, blocks: bool) -> torch.dtype:
+    """Returns the dtype in which `torch._scaled_mm` gives products: `compute` if it can, otherwise bfloat16."""
+    half = compute == torch.float16 and _has_result(device, compute, blocks=blocks)
+    return compute if half else torch.bfloat16
+
+
+def _has_result(device: torch.device, dtype: torch.dtype, *, blocks: bool) -> bool:
+    """Tries a product of e4m3 with a result of the dtype, with scales per row or per block."""
     numbers = torch.zeros(512, 512, dtype=torch.float8_e4m3fn, device=device)
+    rows = torch.ones(512, 4 if blocks else 1, device=device).t().contiguous().t()
+    columns = torch.ones(4, 4, device=device).t() if blocks else torch.ones(1, 512, device=device)
     try:
-        _block_product(numbers, torch.ones(4, 512, device=device).t(), numbers, torch.ones(4, 4, device=device).t())
+        _product(numbers, rows, numbers, columns, dtype, blocks=blocks)
     except (RuntimeError, ValueError):
         return False
     return True
 
 
-def _block_product(x: Tensor, x_scales: Tensor, numbers: Tensor, scales: Tensor) -> Tensor:
-    """Multiplies e4m3 [R, K], scales [R, K / 128], and [N, K], scales [K / 128, N / 128]; bfloat16 [R, N]."""
-    return torch._scaled_mm(x, numbers.t(), x_scales, scales, out_dtype=torch.bfloat16)
+def _product(
+    x: Tensor, x_scales: Tensor, numbers: Tensor, scales: Tensor, dtype: torch.dtype, *, blocks: bool
+) -> Tensor:
+    """Multiplies e4m3 [R, K] and [N, K]. Returns [R, N] in the dtype.
+
+    Args:
+        x_scales: [R, 1], or [R, K / 128] with `blocks`, where R is a multiple of 4.
+        scales: [1, N], or [K / 128, N / 128] with `blocks`.
+    """
+    return torch._scaled_mm(x, numbers.t(), x_scales, scales, out_dtype=dtype, use_fast_accum=not blocks)
 
 
 def wide_product(x: Tensor, weight: DeviceWeight, *, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Computes x @ weight.T, [R, N] in the dtype of x [R, K], with quantised inputs. norm: as in `quantize`."""
-    if weight.kind == "int8":
-        numbers, scales = quantize(x, torch.int8, norm=norm, eps=eps)
-        product = torch._int_mm(numbers, weight.numbers.t())
-        return product.mul(scales).mul_(weight.scales).to(x.dtype)
-    group = weight.group > 0
-    numbers, scales = quantize(x, torch.float8_e4m3fn, group=group, static=weight.input_scale, norm=norm, eps=eps)
-    if group:
-        return _block_product(numbers, scales, weight.numbers, weight.scales).to(x.dtype)
-    result = torch._scaled_mm(
-        numbers, weight.numbers.t(), scales, weight.scales, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return result.to(x.dtype)
-
-
-def scratch_product(x: Tensor, weight: DeviceWeight, bias: Tensor | None = None) -> Tensor:
-    """Computes x @ weight.T + bias with the weight dequantised."""
-    return F.linear(x, dequantize(weight), bias)
+    dtype, rows, group = weight.numbers.dtype, len(x), weight.group > 0
+    options = {"norm": norm, "eps": eps, "static": weight.input_scale, "multiple": MULTIPLE[dtype]}
+    numbers, scales = quantize(x, dtype, group=group, **options)
+    if dtype == torch.int8:
+        product = torch._int_mm(numbers, weight.numbers.t())[:rows]
+        return product.mul(scales[:rows]).mul_(weight.scales).to(x.dtype)
+    result = result_dtype(x.device, x.dtype, group)
+    return _product(numbers, scales, weight.numbers, weight.scales, result, blocks=group)[:rows].to(x.dtype)
