@@ -136,6 +136,7 @@ class EngineBench:
     ceiling: Ceilings
     table: report.MetricTable
     prompts: Prompts
+    sampled: bool = True  # The decode points are measured with sampling too.
 
     def decode(self, driver: Driver, cost: StepCost) -> None:
         shape, waits, ratios = self.shape, list[float](), list[float]()
@@ -146,18 +147,21 @@ class EngineBench:
             tokens = 2 * ahead + 2 * shape.steps + 8 * (SLACK + AROUND)
             greedy_params = [SamplingParams(temperature=0.0, max_tokens=tokens)] * rows
             greedy = decode_run(driver, batch, greedy_params, context, shape.steps)
-            sampled_params = [replace(SAMPLED, seed=i, max_tokens=tokens) for i in range(rows)]
-            sampled = decode_run(driver, batch, sampled_params, context, shape.steps)  # with the prompts in the cache
             median_s = statistics.median(greedy.times)
-            ratios.append(statistics.median(sampled.times) / median_s)
             more = {"mean": statistics.fmean(greedy.times) * 1e3, "worst": max(greedy.times) * 1e3}
-            more |= {"context": greedy.context, "sampling_ratio": ratios[-1]}
+            more["context"] = greedy.context
+            if self.sampled:
+                sampled_params = [replace(SAMPLED, seed=i, max_tokens=tokens) for i in range(rows)]
+                sampled = decode_run(driver, batch, sampled_params, context, shape.steps)  # prompts are in the cache
+                ratios.append(statistics.median(sampled.times) / median_s)
+                more["sampling_ratio"] = ratios[-1]
             if greedy.replay_s is not None:
                 waits.append((statistics.median(greedy.around) - greedy.replay_s) * 1e3)
                 more["host_wait_ms"] = waits[-1]
             limit = cost.decode_s(rows * context, self.ceiling, rows) * 1e3
             self.table.add(f"decode_ms_{rows}x{context}", median_s * 1e3, limit=limit, **more)
-        self.table.add("sampling_ratio", max(ratios))
+        if ratios:
+            self.table.add("sampling_ratio", max(ratios))
         if waits:
             self.table.add("host_wait_ms", max(waits))
 
@@ -192,7 +196,7 @@ class EngineBench:
         note = f"{count} x ({prompt} -> {output}), {elapsed:.1f} s"
         self.table.add("offline_out_tok_s", count * output / elapsed, note, limit=limit)
 
-    def measure(self, config: EngineConfig, parts: Sequence[str], itemsize: int) -> dict[str, Any]:
+    def measure(self, config: EngineConfig, parts: Sequence[str], itemsize: float) -> dict[str, Any]:
         """Measures parts on one engine. Returns the seconds until it was ready, and the token budgets of the parts."""
         starting = time.perf_counter()
         with running(config) as driver:

@@ -88,7 +88,7 @@ class StepCost:
     """Bytes and FLOP of a model's steps. A step reads each weight once, and only a few rows of the embedding."""
 
     config: dict[str, Any]
-    itemsize: int
+    itemsize: float  # Bytes of a weight, the mean over layers and head.
     kv_bytes_per_token: int
 
     @property

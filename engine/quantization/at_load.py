@@ -18,8 +18,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
     """Returns a weight [N, K] in the form that the scheme describes, with the scales that the largest numbers need.
 
     int8 has scales that bfloat16 holds, because torch's product on a CPU reads them so. Inputs keep their order, and
-    the zeros of 4-bit numbers are 8. A scale of inputs, which needs samples to measure, is 1. Needs about twelve bytes
-    of memory for each number.
+    the zeros of 4-bit numbers are 8 (the reader of GPTQ drops such zeros). A scale of inputs, which needs samples to
+    measure, is 1. Needs about twelve bytes of memory for each number.
     """
     outputs, inputs = weight.shape
     block = scheme.extent == "block"
@@ -28,7 +28,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
         raise ConfigError(f"{inputs} inputs of a layer are not whole groups of {size}", field="model")
     wide = weight.float()
     if scheme.kind == "int4":
-        return _four_bits(wide, size, zeros=not scheme.symmetric)
+        return _four_bits(wide, size, zeros=not scheme.symmetric and scheme.layout != "gptq")
     if block:
         padded = F.pad(wide, (0, -inputs % BLOCK, 0, -outputs % BLOCK))
         rows, columns = (length // BLOCK for length in padded.shape)
