@@ -29,10 +29,10 @@ from benchmarks.support import report
 from benchmarks.support.limits import device_seconds
 from engine.kernels.gemm import MAX_SKINNY_ROWS, MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.quantized.choice import Method
 from engine.kernels.quantized.device_weight import DeviceWeight, prepare
 from engine.kernels.quantized.linear import quantized_linear
 from engine.kernels.quantized.product import Tile
+from engine.kernels.quantized.tables import Method
 from engine.quantization.weight import QuantizedWeight, pack_nibbles
 
 EPS = 1e-5

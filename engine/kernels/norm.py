@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.pdl import pdl_args, wait_for_previous
+from engine.kernels.pdl import launch_next_and_wait, pdl_args, wait_for_previous
 
 
 @triton.jit
@@ -25,6 +25,7 @@ def _rms_norm_kernel(
     out_row,
     eps,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
     N: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -32,7 +33,10 @@ def _rms_norm_kernel(
     i = tl.arange(0, triton.next_power_of_2(N))
     ok = i < N
     w = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32)
-    wait_for_previous(PDL)  # the weight is constant; x comes from the kernel before
+    if EARLY:
+        launch_next_and_wait(PDL)
+    else:
+        wait_for_previous(PDL)  # the weight is constant; x comes from the kernel before
     h = tl.load(x + row * x_row + i, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         h += tl.load(residual + row * residual_row + i, mask=ok, other=0.0).to(tl.float32)
@@ -44,11 +48,18 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Returns out, the RMSNorm of x [rows, N]. `out` may be x; None allocates it.
 
-    With a residual [rows, N], returns the RMSNorm of residual + x and stores the sum to residual.
+    With a residual [rows, N], returns the RMSNorm of residual + x and stores the sum to residual. early: the next
+    kernel is a product, which may load weights while the kernel before this one runs (pdl.py).
     """
     rows, n = x.shape
     assert x.stride(1) == 1
@@ -56,7 +67,7 @@ def rms_norm(
     out = torch.empty_like(x) if out is None else out
     target = x if residual is None else residual
     strides, warps = (x.stride(0), target.stride(0), out.stride(0)), min(16, max(1, triton.next_power_of_2(n) // 512))
-    options = {"ADD": residual is not None, "N": n, **pdl_args(x.device)}
+    options = {"ADD": residual is not None, "EARLY": early, "N": n, **pdl_args(x.device)}
     _rms_norm_kernel[(rows,)](x, target, weight, out, *strides, eps, **options, num_warps=warps)
     return out
 

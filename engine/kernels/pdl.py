@@ -2,7 +2,9 @@
 
 The kernel loads constant data early and waits (griddepcontrol.wait) before it reads the output of the kernel before it.
 Every kernel waits before it allows the next launch. So all kernels older than the direct predecessor are complete when
-a kernel starts.
+a kernel starts. Short kernels before a product (`launch_next_and_wait`) are the exception: the product may start, and
+load weights, while the kernel before them still runs. After it has waited, all older kernels are complete too, because
+each of them has waited.
 """
 
 from __future__ import annotations
@@ -31,3 +33,14 @@ def wait_for_previous(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def launch_next_and_wait(PDL: tl.constexpr):
+    """As `wait_for_previous`, but the next kernel may start at once.
+
+    Until that one has waited, it may read only what is constant in a step.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

@@ -194,10 +194,7 @@ def quantized_products(dtype: torch.dtype, *, native_e4m3: bool, every: int) -> 
     """
     norm = torch.zeros(1024, dtype=dtype)
     for weight in quantized_weights(dtype)[1:]:
-        if weight.kind != "int4":
-            table = choice.BYTES_ONLY
-        else:
-            table = choice.INT4 if weight.scales.is_floating_point() else choice.INT4_ZEROS
+        table = choice.table_of(weight)  # no card, so BYTES_ONLY for bytes
         methods = dict.fromkeys(method for entry in table for method in entry[1:] if isinstance(method, Tile))
         for i, tile in enumerate(list(methods)[::every]):
             x = torch.zeros(min(tile.rows, 200), 1024, dtype=dtype)

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from engine.kernels.gemm import MIN_SWIGLU_ROWS, gemm_swiglu, supports_gemm_swiglu
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.quantized.choice import Method, choose
+from engine.kernels.quantized.choice import choose
 from engine.kernels.quantized.dequantize import dequantize
 from engine.kernels.quantized.device_weight import DeviceWeight
 from engine.kernels.quantized.product import product
 from engine.kernels.quantized.split import can_split, split_product
+from engine.kernels.quantized.tables import Method
 from engine.kernels.quantized.wide import wide_product
 from engine.quantization.weight import BLOCK
 
@@ -46,7 +47,7 @@ def quantized_linear(
     if method == "wide":
         y = wide_product(x, weight, norm=norm, eps=eps)
     else:
-        x = x if norm is None else rms_norm(x, norm, eps)
+        x = x if norm is None else rms_norm(x, norm, eps, early=True)
         if method == "scratch":
             return _scratch(x, dequantize(weight), bias, residual, gated, out)
         if gated == halves:

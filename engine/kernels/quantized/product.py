@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.pdl import pdl_args, wait_for_previous
+from engine.kernels.pdl import launch_next_and_wait, pdl_args, wait_for_previous
 from engine.kernels.quantized.device_weight import FIELDS, DeviceWeight
 from engine.kernels.quantized.unpack import convert, convert_scaled, has_assembly, magic, raw_int4
 from engine.quantization.weight import BLOCK, FIXED_ZERO
@@ -267,7 +267,7 @@ def _add_kernel(
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     n = tl.program_id(1) * 1024 + tl.arange(0, 1024)
     ok = n < N
-    wait_for_previous(PDL)
+    launch_next_and_wait(PDL)
     y = _sum(parts, n, ok, row, rows, parts_row, SPLITS)
     if BIAS:
         y += tl.load(bias + n, mask=ok, other=0.0).to(tl.float32)
