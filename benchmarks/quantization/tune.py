@@ -27,8 +27,10 @@ from torch import Tensor
 from benchmarks.quantization.products import EPS, plain_layer, weight_of
 from benchmarks.support import report
 from benchmarks.support.limits import device_seconds
+from engine.kernels.gemm import MAX_SKINNY_ROWS
 from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import tables
+from engine.kernels.quantized.dequantize import dequantize
 from engine.kernels.quantized.device_weight import DeviceWeight
 from engine.kernels.quantized.linear import quantized_linear
 from engine.kernels.quantized.product import Tile
@@ -199,13 +201,19 @@ def compile_ahead(kind: str, rows: int, name: str) -> None:
     triton.runtime.jit.JITFunction.run = lambda self, *a, **o: run(self, *a, **(o | {"warmup": True}))
     pdl.supports_pdl = lambda device: True
     shown = 1 if rows == 8 else rows
+    x, norm = torch.empty(shown, k, dtype=torch.bfloat16), torch.ones(k).bfloat16()
     try:
-        for method in candidates(kind, rows):
+        if rows == ROWS[kind][0]:
+            dequantize(weight)
+        if kind == "fp8" and rows <= MAX_SKINNY_ROWS:
+            residual = torch.empty(shown, n, dtype=torch.bfloat16)
+            plain_layer(x, torch.empty(n, k, dtype=torch.bfloat16), MATRICES[name][2], norm, residual)
+        for method in dict.fromkeys((*candidates(kind, rows), *entry_of(current(kind), rows)[1:])):
             if not isinstance(method, Tile) or not usable(method, [weight]):
                 continue
             out = torch.empty(shown, n, dtype=torch.bfloat16)
             try:
-                linear(name, torch.empty(shown, k, dtype=torch.bfloat16), weight, method, torch.ones(k).bfloat16(), out)
+                linear(name, x, weight, method, norm, out)
             except Exception as error:  # reported again when it is timed
                 print(f"compile {kind} {name} {method}: {str(error)[:200]}", flush=True)
     finally:

@@ -87,7 +87,9 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.quantized_bytes = 0  #: Bytes of the quantised weights of all layers, as they were loaded.
+        self.quantized_bytes = (
+            0  #: Bytes of the quantised linear layers, as they were loaded. Experts: `quantized_size`.
+        )
         with torch.device("meta"):
             self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
@@ -143,6 +145,10 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layer_list):
             if isinstance(layer.mlp, MoE):
                 yield f"model.layers.{index}.", layer.mlp.experts
+
+    def quantized_size(self) -> int:
+        """Returns the bytes of the quantised weights of linear layers and experts, before `prepare`."""
+        return self.quantized_bytes + sum(experts.quantized_bytes for _, experts in self.experts())
 
     def place(self, linear: Linear, weight: QuantizedWeight) -> None:
         """Gives a layer with a scheme its weight."""

@@ -85,9 +85,9 @@ class ModelSource:
                 weights.load_weights(model, self.model_dir, self.spec, shard, quantization)
             else:
                 weights.randomize(model, self.seed, shard)
-            model.prepare()
             if quantization is not None:
-                _log.info("weights: %s, %s in the layers", quantization.text, format_bytes(model.quantized_bytes))
+                _log.info("weights: %s, %s in the layers", quantization.text, format_bytes(model.quantized_size()))
+            model.prepare()
             return model
 
 

@@ -145,6 +145,12 @@ class Experts(nn.Module):
             setattr(self, f"{name}_scales", nn.Parameter(torch.empty(count, *extent)))
         self.float32_parameters = ("gate_up_scales", "down_scales")
 
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of weights in MXFP4 or FP8 and their scales; 0 for weights in the model's dtype."""
+        pairs = (self.gate_up, self.gate_up_scales), (self.down, self.down_scales)
+        return sum(numbers.nbytes + scales.nbytes for numbers, scales in pairs if scales is not None)
+
     def projection_names(self) -> list[str]:
         """Returns the names of all experts' projections; empty if a checkpoint has the experts stacked only."""
         each = () if self.names.each is None else self.names.each

@@ -30,6 +30,7 @@ from engine.quantization.weight import BLOCK, QuantizedWeight, pack_nibbles
 #: Position in an AWQ word of the number of each output: output 1 is the fifth number, and so on.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_POWERS = torch.float8_e8m0fnu  # Scales that are powers of two (ue8m0), of weights in FP8.
 _WORDS = (torch.int32,)
 
 
@@ -85,7 +86,8 @@ class LayerReader:
         return ConfigError(f"{self.name}.{part} {problem} ({self.scheme.text})", field="model")
 
     def _scales(self, part: str, *shapes: tuple[int, ...]) -> Tensor:
-        scales = self.tensor(part, shapes, _FLOATS).float()
+        dtypes = (*_FLOATS, _POWERS) if self.scheme.kind == "fp8" else _FLOATS
+        scales = self.tensor(part, shapes, dtypes).float()
         if not bool(scales.isfinite().all()):
             raise self.wrong(part, "has a scale that is not a finite number")
         return scales
@@ -190,6 +192,8 @@ class LayerReader:
         outputs, inputs, scheme = self.outputs, self.inputs, self.scheme
         dtype = torch.float8_e4m3fn if scheme.kind == "fp8" else torch.int8
         numbers = self.tensor("weight", ((outputs, inputs),), (dtype,))
+        if scheme.kind == "fp8" and bool(numbers.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any()):
+            raise self.wrong("weight", "has a number that is NaN")
         block, size = scheme.extent == "block", inputs
         if block:
             size = BLOCK

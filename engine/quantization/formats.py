@@ -71,7 +71,7 @@ def _parse(content: Any, file: str, default: str | None) -> Quantization:
 def _fp8(fields: Fields) -> tuple[Rule, ...]:
     """FP8 of Qwen and DeepSeek (blocks), and of AutoFP8."""
     fields.require("fmt", (None, "e4m3", "float8_e4m3fn"))
-    fields.require("scale_fmt", (None, "float32"))
+    fields.require("scale_fmt", (None, "float32", "ue8m0"))  # the tensors' dtype says how scales are stored
     activations = fields.require("activation_scheme", ("dynamic", "static"))
     block = fields.raw.get("weight_block_size")
     if block is None:
@@ -123,7 +123,14 @@ def _gptq(fields: Fields) -> tuple[Rule, ...]:
         if not isinstance(changes, Mapping):
             raise fields.refused(f"dynamic has {changes!r} for {key!r}, an object is needed")
         rules.append(Rule(pattern, _gptq_scheme(Fields({**fields.raw, **changes}, fields.file, fields.method))))
-    return (*rules, Rule(rf"{_LAYERS}|lm_head$", _gptq_scheme(fields)))
+    inside = fields.raw.get("modules_in_block_to_quantize")  # of optimum: names in a layer, in lists
+    if inside is None:
+        return (*rules, Rule(rf"{_LAYERS}|lm_head$", _gptq_scheme(fields)))
+    if not isinstance(inside, list) or not all(isinstance(names, list) for names in inside):
+        raise fields.refused(f"modules_in_block_to_quantize is {inside!r}, a list of lists of names is needed")
+    names = [str(name) for group in inside for name in group]
+    layers = rf"{_LAYERS}\d+\.(?:{'|'.join(map(re.escape, names))})$"
+    return (*rules, Rule(rf"{layers}|lm_head$", _gptq_scheme(fields)))
 
 
 def _gptq_scheme(fields: Fields) -> Scheme:

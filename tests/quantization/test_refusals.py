@@ -66,6 +66,7 @@ def refusal(directory: Path, quantization: Any, *, file: str = "config.json") ->
         (GPTQ | {"bits": 3}, "bits is 3, 4 or 8 is supported"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         (GPTQ | {"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p'"),
+        (GPTQ | {"modules_in_block_to_quantize": ["mlp.up_proj"]}, "a list of lists of names"),
         (GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 2}}}, "bits is 2"),
         (GPTQ | {"dynamic": {"+:(": {"bits": 4}}}, "not valid"),
         (GPTQ | {"dynamic": {"-:(a+)+$": {}}}, "too complex"),
@@ -73,7 +74,7 @@ def refusal(directory: Path, quantization: Any, *, file: str = "config.json") ->
         (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
         (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
-        (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
+        (FP8 | {"scale_fmt": "e5m3"}, "scale_fmt is 'e5m3'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
         (ct(FOUR, form="marlin-24"), "format 'marlin-24' with 4-bit int weights"),
         (ct(FOUR | {"num_bits": 2}), "num_bits is 2"),
@@ -161,6 +162,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ),
         ("ct-fp8-tensor", "input_scale", lambda t: -t, "a positive number is needed"),
         ("ct-int8", "weight_zero_point", lambda t: torch.ones(64, 1, dtype=torch.int8), "is not zero"),
+        ("fp8-block", "weight", lambda t: (t.view(torch.uint8) | 0x7F).view(t.dtype), "has a number that is NaN"),
         ("fp8-block", "weight_scale_inv", lambda t: t.repeat(2, 1), r"has shape \(2, 1\), expected \(1, 1\)"),
         ("fp8-block", "weight_scale", lambda t: torch.ones(1), "does not use"),
     ],
@@ -210,6 +212,31 @@ def test_a_quantised_head_is_dequantised(plain: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     model: Any = open_model(tmp_path).load(16, CPU, torch.float32)
     torch.testing.assert_close(model.head.weight, meant, rtol=0, atol=1e-6)
+
+
+def test_scales_may_be_powers_of_two_in_eight_bits(plain: Path, tmp_path: Path) -> None:
+    """DeepSeek's `scale_fmt` ue8m0: the tensors are float8_e8m0fnu, or float32."""
+    write(plain, tmp_path, "fp8-block")
+    file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors, weights = load_file(file), []
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("weight_scale_inv")}
+    for dtype in (torch.float32, torch.float8_e8m0fnu):
+        powers = {name: tensor.log2().round().exp2().to(dtype) for name, tensor in scales.items()}
+        save_file(tensors | powers, file)
+        model: Any = open_model(tmp_path).load(16, CPU, torch.float32)
+        weights.append(model.layers[0].mlp.down.weight)
+    assert torch.equal(*weights)
+
+
+def test_optimum_lists_the_modules_that_are_quantised(tmp_path: Path) -> None:
+    config = GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj", "mlp.gate_proj"]]}
+    source = open_model(bare_model(tmp_path, CONFIG | {"quantization_config": config}))
+    assert source.quantization is not None
+    layer = "model.layers.0.mlp.{}_proj"
+    found = [source.quantization.scheme_of(name) for name in (Q, layer.format("up"), layer.format("down"), "lm_head")]
+    assert [scheme is None for scheme in found] == [False, False, True, True]
 
 
 def test_a_name_or_a_pattern_of_compressed_tensors_comes_before_all_linear_layers(tmp_path: Path) -> None:
