@@ -87,8 +87,9 @@ def _product(
 def wide_product(x: Tensor, weight: DeviceWeight, *, norm: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Computes x @ weight.T, [R, N] in the dtype of x [R, K], with quantised inputs. norm: as in `quantize`."""
     dtype, rows, group = weight.numbers.dtype, len(x), weight.group > 0
-    options = {"norm": norm, "eps": eps, "static": weight.input_scale, "multiple": MULTIPLE[dtype]}
-    numbers, scales = quantize(x, dtype, group=group, **options)
+    numbers, scales = quantize(
+        x, dtype, group=group, static=weight.input_scale, norm=norm, eps=eps, multiple=MULTIPLE[dtype]
+    )
     if dtype == torch.int8:
         product = torch._int_mm(numbers, weight.numbers.t())[:rows]
         return product.mul(scales[:rows]).mul_(weight.scales).to(x.dtype)
