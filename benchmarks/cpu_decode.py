@@ -256,7 +256,7 @@ def accuracy(model: str, model_dir: Path) -> dict[str, float]:
 
 def llama_cpp(python: Path, model: str, model_dir: Path) -> dict[str, float]:
     """Measures llama.cpp with the same weights, and counts the equal first tokens of its answer and ours."""
-    from benchmarks.support import llama_cpp as peer
+    from benchmarks.support import llama_peer as peer
 
     with tempfile.TemporaryDirectory(prefix="baton-gguf-") as folder:
         file = Path(folder) / "model.gguf"
