@@ -74,27 +74,26 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(embedding: Embedding, layers: list[nn.Module], head: Linear | Embedding, *, keep_head: bool) -> None:
+def pack(
+    embedding: Embedding, layers: list[nn.Module], head: Linear | Embedding, *, keep_head: bool, row_weights: bool
+) -> None:
     """Packs the weights of a decoder's linear layers that are not int8, and frees the plain ones.
 
     A head that is the embedding keeps its plain weight too, which `F.embedding` reads. keep_head: keep that of another
-    head, for a draft model.
+    head, for a draft model. row_weights: make `Linear.row_weight` of a small model.
     """
     linears = [m for layer in layers for m in layer.modules() if isinstance(m, Linear) and m.scales is None]
-    if head.weight.dtype == torch.float32 and sum(m.weight.nbytes for m in (*linears, head)) <= MAX_BOTH_FORMS_BYTES:
-        for linear in (*linears, head):
-            if linear.rounding is None:
-                linear.row_weight = _row_weight(linear.weight)
+    row_weights = row_weights and sum(m.weight.nbytes for m in (*linears, head)) <= MAX_BOTH_FORMS_BYTES
     last = [module for module in layers[-1].modules() if isinstance(module, Attention)]
     for attention in last:
         if attention.qkv.scales is None:
             attention.packed_kv = _packed(attention.kv.weight)  # a slice of packed numbers is not possible
-    for linear in linears:
+    for linear in (*linears, head):
+        if row_weights and linear.rounding is None:
+            linear.row_weight = _row_weight(linear.weight)
         linear.packed = _packed(linear.weight)
-        _free(linear)
-    head.packed = _packed(head.weight)
-    if head is not embedding and not keep_head:
-        _free(head)
+        if linear is not head or (head is not embedding and not keep_head):
+            _free(linear)
 
 
 def place(linear: Linear, weight: QuantizedWeight, dtype: torch.dtype) -> None:
@@ -115,7 +114,7 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def _row_weight(weight: Tensor) -> Tensor:
-    """Returns a copy of weight [n, k] as [k, n]; its numbers lie in the order in which the longer dimension is a run."""
+    """Returns a copy of weight [n, k] as [k, n], in which the longer dimension is contiguous."""
     outputs, inputs = weight.shape
     matrix = weight.detach()
     return matrix.t().contiguous() if outputs >= inputs else matrix.clone().t()

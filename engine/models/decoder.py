@@ -219,10 +219,13 @@ class Decoder(nn.Module):
     def pack(self, *, keep_head: bool) -> None:
         """Packs the loaded weights if the device is a CPU that can use them, see `cpu_weights.pack`."""
         weight = self.embedding.weight
-        if weight.device.type == "cpu" and can_pack(weight.dtype):
-            pack(self.embedding, list(self.layers), self.head, keep_head=keep_head)
-            if weight.dtype == torch.float32 and type(self._ops) is TorchOps:
-                self._row_ops = SingleRowOps.of(self._ops, [linear for prefix, linear in self.linears() if prefix])
+        if weight.device.type != "cpu" or not can_pack(weight.dtype):
+            return
+        plain = type(self._ops) is TorchOps and self._ops.is_whole and not any(self.experts())
+        rows = plain and weight.dtype == torch.float32
+        pack(self.embedding, list(self.layers), self.head, keep_head=keep_head, row_weights=rows)
+        if rows:
+            self._row_ops = SingleRowOps.of(self._ops, [linear for prefix, linear in self.linears() if prefix])
 
 
 def make_ops(

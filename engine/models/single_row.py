@@ -1,14 +1,14 @@
 """The operations of a decoder layer for a step of one token on a CPU, as in a chat with one user.
 
-Such a step multiplies a vector with each weight, so the memory's bandwidth is the limit, and one core nearly reaches it.
-Everything else is calls of a few microseconds each, so this class computes the same as `TorchOps` with fewer ones:
+The step multiplies a vector with each weight. The memory's bandwidth is the limit, and one core nearly reaches it.
+Everything else is calls of a few microseconds each, so this class computes the same as `TorchOps` with fewer calls:
 
     norm         a dot product and two multiplications
     rotation     one product with a matrix that all layers share
     product      with `Linear.row_weight`; the residual add is part of it
 
 A step runs on one thread: waking another one takes longer than most operations. Products with int8 weights are limited
-by arithmetic instead, so the largest one uses all threads.
+by arithmetic instead, so the larger ones use all threads.
 """
 
 from __future__ import annotations
@@ -35,24 +35,20 @@ class SingleRowOps(TorchOps):
     """The operations for one token, in float32. Without tensor parallelism."""
 
     _threads = 1  # Threads of the engine, while a step runs on one.
-
-    _may_use_one_thread = True
+    _is_small = False  # Whether a step may run on one thread.
 
     @classmethod
-    def of(cls, ops: TorchOps, linears: Iterable[Linear]) -> SingleRowOps | None:
-        """Returns these operations for the layers with these products; None for a part of a model."""
-        if ops._all_reduce is not None:
-            return None
+    def of(cls, ops: TorchOps, linears: Iterable[Linear]) -> SingleRowOps:
+        """Returns these operations with the rope tables of `ops`. linears: all products of the layers."""
         made = cls(ops._cos, ops._sin)
-        sizes = (weight.nbytes for linear in linears if (weight := linear.row_weight) is not None)
-        made._may_use_one_thread = max(sizes, default=0) <= MAX_ONE_THREAD_BYTES
+        made._is_small = all(map(_gains_nothing_by_threads, linears))
         return made
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
-        """Runs layers on one thread, if none of their weights is large."""
+        """Runs layers or the head on one thread, if no weight of the layers is large."""
         threads = torch.get_num_threads()
-        if threads == 1 or not self._may_use_one_thread:
+        if threads == 1 or not self._is_small:
             yield
             return
         self._threads = threads
@@ -89,26 +85,38 @@ class SingleRowOps(TorchOps):
         normed = _rms_norm(x, norm)
         weight = None if isinstance(linear, LinearSlice) else linear.row_weight
         if weight is None:
-            return product(normed, linear)
+            return self._general_product(normed, linear)
         return torch.mm(normed, weight) if linear.bias is None else torch.addmm(linear.bias, normed, weight)
 
     def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
-        splits = self._threads > 1 and gate_up.scales is not None and gate_up.weight.nbytes >= MIN_SPLIT_BYTES
-        if splits:
-            torch.set_num_threads(self._threads)
         gate, up = self.norm_linear(x, norm, gate_up).chunk(2, dim=-1)
-        if splits:
-            torch.set_num_threads(1)
         return F.silu(gate).mul_(up)
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         if linear.row_weight is None:
-            return super().add_linear(x, y, linear)
+            return x.add_(self._general_product(y, linear), alpha=linear.multiplier)
         x.addmm_(y, linear.row_weight, alpha=linear.multiplier)
         return x if linear.bias is None else x.add_(linear.bias, alpha=linear.multiplier)
 
+    def _general_product(self, x: Tensor, linear: Linear | Embedding | LinearSlice) -> Tensor:
+        """Returns linear(x) by a weight in another form than `row_weight`."""
+        if self._threads == 1 or linear.scales is None or linear.weight.nbytes < MIN_SPLIT_BYTES:
+            return product(x, linear)
+        torch.set_num_threads(self._threads)
+        try:
+            return product(x, linear)
+        finally:
+            torch.set_num_threads(1)
+
     def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
         return self.norm_linear(x, norm, head)
+
+
+def _gains_nothing_by_threads(linear: Linear) -> bool:
+    """Returns whether a product of one row is as fast on one thread, or chooses its threads itself."""
+    if linear.scales is not None:
+        return True
+    return linear.row_weight is not None and linear.row_weight.nbytes <= MAX_ONE_THREAD_BYTES
 
 
 def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
