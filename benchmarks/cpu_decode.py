@@ -256,7 +256,7 @@ def accuracy(model: str, model_dir: Path) -> dict[str, float]:
 
 def llama_cpp(python: Path, model: str, model_dir: Path) -> dict[str, float]:
     """Measures llama.cpp with the same weights, and counts the equal first tokens of its answer and ours."""
-    from benchmarks.support import llama_cpp as peer
+    from benchmarks.support import llama_peer as peer
 
     with tempfile.TemporaryDirectory(prefix="baton-gguf-") as folder:
         file = Path(folder) / "model.gguf"
@@ -286,7 +286,8 @@ def measure(args: argparse.Namespace, section: str, model_dir: Path) -> Any:
         return None if args.llama_cpp is None else llama_cpp(args.llama_cpp, model, model_dir)
     root = args.base if section == "base" else ROOT
     concurrent = section not in ("int8", "bf16")
-    return None if root is None else run_part(root, relay, model, STACKS[section], args.rounds, concurrent)
+    settings = {**STACKS[section], "threads": args.threads}
+    return None if root is None else run_part(root, relay, model, settings, args.rounds, concurrent)
 
 
 def metrics_of(parts: dict[str, Any]) -> dict[str, float]:
@@ -307,6 +308,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="another checkout, measured in turn")
     parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="interpreter that has llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=3, help="streams, and rounds of 16 streams, of one stack")
+    parser.add_argument("--threads", type=int, default=0, help="threads of each pod; default: those of `baton up`")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="default: all")
     parser.add_argument("--add", action="store_true", help="keep the other sections of the result file")
     parser.add_argument("--part", help=argparse.SUPPRESS)

@@ -21,6 +21,7 @@ from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
 from engine.models.moe import Experts, MoE
 from engine.models.ops import AllReduce, AttentionFn, RowWiseOps, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
+from engine.models.single_row import SingleRowOps
 from engine.models.spec import ModelSpec
 from engine.quantization.scheme import Quantization
 from engine.quantization.weight import QuantizedWeight
@@ -103,6 +104,7 @@ class Decoder(nn.Module):
         quantized = quantization is not None
         forms = {"quantized": quantized, "deterministic": deterministic}
         self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce, **forms)
+        self._row_ops: SingleRowOps | None = None  #: The operations of a step of one token, if the weights are packed.
 
     def _set_schemes(self, quantization: Quantization) -> None:
         """Sets the scheme of each linear layer. Raises ConfigError if layers of one product have different schemes."""
@@ -167,23 +169,31 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         """Computes hidden states [R, hidden] before the final norm."""
-        attend, hook, last = self._ops.attention_for(positions, context), context.layer_hook, self.layer_list[-1]
-        x, cache = self._run_body(tokens, context, attend), context.cache[len(self.layers) - 1]
+        if self._row_ops is not None and len(tokens) == 1:
+            with self._row_ops.one_thread():
+                return self._forward(self._row_ops, tokens, positions, context, rows)
+        return self._forward(self._ops, tokens, positions, context, rows)
+
+    def _forward(
+        self, ops: TorchOps, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None
+    ) -> Tensor:
+        attend, hook, last = ops.attention_for(positions, context), context.layer_hook, self.layer_list[-1]
+        x, cache = self._run_body(ops, tokens, context, attend), context.cache[len(self.layers) - 1]
         if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
-            last.write_kv(x, cache, self._ops, self._ops.kv_write_for(positions, context))
+            last.write_kv(x, cache, ops, ops.kv_write_for(positions, context))
             context = context._replace(metadata=context.backend.select_tokens(context.metadata, rows, positions))
-            x, attend, rows = x[rows], self._ops.attention_for(positions[rows], context), None
-        x = last.forward(x, cache, self._ops, attend, rows)
+            x, attend, rows = x[rows], ops.attention_for(positions[rows], context), None
+        x = last.forward(x, cache, ops, attend, rows)
         if hook is not None:
             hook(len(self.layers), x)
         return x
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
-        x = self._run_body(tokens, context, self._ops.attention_for(positions, context))
+        x = self._run_body(self._ops, tokens, context, self._ops.attention_for(positions, context))
         write = self._ops.kv_write_for(positions, context)
         self.layer_list[-1].write_kv(x, context.cache[len(self.layers) - 1], self._ops, write)
 
-    def _run_body(self, tokens: Tensor, context: ForwardContext, attend: AttentionFn) -> Tensor:
+    def _run_body(self, ops: TorchOps, tokens: Tensor, context: ForwardContext, attend: AttentionFn) -> Tensor:
         """Returns the residual stream [T, hidden] before the last layer."""
         x = F.embedding(tokens, self.embedding.weight)
         if self.spec.embedding_multiplier != 1.0:
@@ -192,14 +202,18 @@ class Decoder(nn.Module):
             if context.layer_hook is not None:
                 context.layer_hook(index, x)
             if index + 1 < len(self.layers):
-                x = layer.forward(x, context.cache[index], self._ops, attend, None)
+                x = layer.forward(x, context.cache[index], ops, attend, None)
         return x
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return rms_norm_torch(hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._ops.logits(hidden, self.norm, self.head)
+        if self._row_ops is not None and len(hidden) == 1:
+            with self._row_ops.one_thread():
+                logits = self._row_ops.logits(hidden, self.norm, self.head)
+        else:
+            logits = self._ops.logits(hidden, self.norm, self.head)
         return logits if self.spec.logits_divisor == 1.0 else logits.div_(self.spec.logits_divisor)
 
     def prepare(self) -> None:
@@ -211,8 +225,13 @@ class Decoder(nn.Module):
     def pack(self, *, keep_head: bool) -> None:
         """Packs the loaded weights if the device is a CPU that can use them, see `cpu_weights.pack`."""
         weight = self.embedding.weight
-        if weight.device.type == "cpu" and can_pack(weight.dtype):
-            pack(self.embedding, list(self.layers), self.head, keep_head=keep_head)
+        if weight.device.type != "cpu" or not can_pack(weight.dtype):
+            return
+        plain = type(self._ops) is TorchOps and self._ops.is_whole and not any(self.experts())
+        rows = plain and weight.dtype == torch.float32
+        pack(self.embedding, list(self.layers), self.head, keep_head=keep_head, row_weights=rows)
+        if rows:
+            self._row_ops = SingleRowOps.of(self._ops, [linear for prefix, linear in self.linears() if prefix])
 
 
 def make_ops(

@@ -42,6 +42,7 @@ class Linear(nn.Linear):
     """
 
     packed: Tensor | None = None  # The weight in another order, see `engine.models.cpu_weights`.
+    row_weight: Tensor | None = None  # [inputs, outputs], the weight for products of one row, see `cpu_weights`.
     scales: Tensor | None = None  # [outputs] if the weight is int8.
     scheme: Scheme | None = None  # How the checkpoint quantises the layer. `weight` is empty until it is loaded.
     prepared: Any = None  # A quantised weight in the form that the kernels read; `weight` stays empty.
@@ -62,6 +63,7 @@ class Embedding(nn.Embedding):
 
     split = None
     packed: Tensor | None = None  # As in `Linear`.
+    row_weight: Tensor | None = None  # As in `Linear`.
     bias = scales = scheme = prepared = rounding = None
 
     def __init__(self, name: str, rows: int, size: int) -> None:

@@ -41,6 +41,11 @@ class TorchOps:
     def __init__(self, cos: Tensor, sin: Tensor, all_reduce: AllReduce | None = None) -> None:
         self._cos, self._sin, self._all_reduce = cos, sin, all_reduce
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weights are those of the whole model, not of one rank."""
+        return self._all_reduce is None
+
     def place(self, linear: Linear, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         """Gives a layer its quantised weight, in the form with which these operations multiply inputs of `dtype`."""
         place(linear, weight, dtype)

@@ -83,7 +83,8 @@ def _run(file: str, prompt: list[int], output: int, threads: int) -> dict[str, A
     context = api.llama_init_from_model(model, params)
 
     def next_token(ids: list[int]) -> int:
-        batch = api.llama_batch_get_one((api.llama_token * len(ids))(*ids), len(ids))
+        numbers = (api.llama_token * len(ids))(*ids)  # the batch keeps a bare pointer to it
+        batch = api.llama_batch_get_one(numbers, len(ids))
         if code := api.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode ended with code {code}")
         logits = np.ctypeslib.as_array(api.llama_get_logits_ith(context, -1), shape=(vocab_size,))
