@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.kernels import card
 from engine.kernels.decode_tiles import EMPTY, add_sink, softcap_args, tiles, tiles_e4m3, warp_tiles
-from engine.kernels.pdl import launch_next_and_wait, pdl_args, wait_for_previous
+from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.pool import has_native_e4m3, pool_args
 from engine.kv.kv_pool import LayerKV
 
@@ -164,7 +164,7 @@ def _merge_kernel(
     m = tl.program_id(2) // (DP // DIMS) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(2) % (DP // DIMS) * DIMS + tl.arange(0, DIMS)
     m_ok = m // GROUP < tl.load(cu_q + b + 1) - q0
-    launch_next_and_wait(PDL)
+    wait_for_previous(PDL)
     if p0 != p1:
         i = tl.arange(0, SPLITS)
         best = tl.full([ROWS], EMPTY, tl.float32)
