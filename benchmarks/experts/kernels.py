@@ -99,11 +99,12 @@ def measure_gemv(rate: float) -> None:
         weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(8)]
         x, out = (torch.randn(1, size, device=DEVICE, dtype=torch.bfloat16) for size in (k, n))
         options: dict[str, Any] = {"norm": x[0]} if normed else {"residual": out}
-        for shape in ((2, 8), (2, 4), (4, 4), (4, 8), (8, 8), (2, 2), (1, 4)):
-            runs = [lambda w=w, shape=shape: gemv(x, w, out=out, shape=shape, **options) for w in weights]  # noqa: B023
+        blocks = (2048,) if k % 2048 == 0 else (2048, 1024)
+        for shape, block in itertools.product(((2, 8), (2, 4), (4, 4), (4, 8), (8, 8), (1, 4)), blocks):
+            runs = [lambda w=w, a=shape, b=block: gemv(x, w, out=out, shape=a, block=b, **options) for w in weights]  # noqa: B023
             seconds = graph_seconds(runs)
             print(
-                f"gemv {n}x{k} {seconds * 1e6:6.2f} us {2 * n * k / seconds / rate:6.1%} rows, warps {shape}",
+                f"gemv {n}x{k} {seconds * 1e6:6.2f} us {2 * n * k / seconds / rate:6.1%} rows, warps {shape} {block}",
                 flush=True,
             )
 
