@@ -109,6 +109,9 @@ def cache(fp8: bool) -> None:
         kv_write.rope_kv_write(
             qkv, layer(fp8), slots, slots, table, table, num_heads=HEADS, q_norm=weight, k_norm=weight
         )
+    kv_write.rope_kv_write(
+        qkv[:1], layer(fp8), slots[:1], slots[:1], table, table, num_heads=HEADS, soon=half(HIDDEN, HIDDEN)
+    )
     kv_write.kv_write(half(24, 2, KV_HEADS, DIM), layer(fp8), slots)
     dense_prefill.gather_kv(layer(fp8), torch.zeros(64, dtype=torch.int32), 100, dtype=torch.bfloat16)
 
@@ -272,7 +275,7 @@ def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver(capability))
     triton.runtime.jit.JITFunction.run = compile_only(triton.runtime.jit.JITFunction.run, shared_bytes)
     card.shared_bytes = lambda device: shared_bytes
-    pdl.supports_pdl = lambda device: capability >= 90
+    pdl.supports_pdl = kv_write.supports_pdl = lambda device: capability >= 90
     products()
     inputs()
     samples()
