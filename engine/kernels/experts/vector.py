@@ -5,7 +5,7 @@
 
 A program computes R outputs of a copy, or of a row. A thread multiplies 16 bytes of weights in fp32 where it loads and
 unpacks them, so nothing goes through shared memory but the last sums. K is cut in tiles of B1 inputs and one of B2 for
-the rest. Loads come before the products that need them, by up to `AHEAD` steps. Sums are in the order of the slots, so
+the rest. Loads of `_down_kernel` are two steps ahead of its products. Sums are in the order of the slots, so
 a row's result is always the same and does not depend on the other rows.
 """
 
