@@ -139,8 +139,9 @@ def test_mxfp4_in_float16(max_few, device, gen):
     assert error(mixture(x, case.layer, case.norm, case.eps, max_few=max_few), case.expected(x)) < 2e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("max_tile", [64, 2048])
+@pytest.mark.parametrize(
+    ("kind", "max_tile"), [*((kind, 2048) for kind in KINDS), ("plain", 64), ("fp8_block", 64), ("int4_zeros", 64)]
+)
 def test_inputs_of_few_rows_are_cut_in_tiles(kind, max_tile, device, gen, monkeypatch):
     """Several full tiles and a rest, and blocks of FP8 whose 128 inputs are a part of a tile."""
     monkeypatch.setattr(vector, "MAX_TILE", max_tile)
