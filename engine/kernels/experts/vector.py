@@ -239,10 +239,10 @@ VectorTile = tuple[int, int]
 
 
 def _tiles(kind: int) -> tuple[VectorTile, VectorTile]:
-    """Returns the tiles of both kernels."""
+    """Returns the tiles of both kernels: of plain and fp8 the fastest of benchmarks/experts/kernels.py on an H200."""
     if kind in {MXFP4.value, INT4.value}:
         return (8, 4), (8, 4)
-    return (4, 4), (4, 4)
+    return (2, 4) if kind == FP8.value else (2, 2), (4, 4)
 
 
 def _cuts(weight: ExpertWeight) -> dict[str, int]:
