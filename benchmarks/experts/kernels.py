@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.limits import copy_seconds
-from engine.kernels.experts import grouped, layer, small, vector
+from engine.kernels.experts import grouped, layer, vector
 from engine.kernels.experts.routing import RoutingRule, norm_and_route, route, sort_copies
-from engine.kernels.experts.weight import ExpertWeight, fp8_weight, mxfp4_weight, plain_weight
+from engine.kernels.experts.weight import ExpertWeight, fp8_weight, int4_weight, mxfp4_weight, plain_weight
 from engine.kernels.gemm import gemv
 from engine.kernels.norm import rms_norm
 from tests.rigs.engine.experts import ExpertCase
@@ -43,6 +43,10 @@ def random_expert_weight(kind: str, experts: int, outputs: int, inputs: int) -> 
     if kind == "mxfp4":
         numbers = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
         return mxfp4_weight(numbers, torch.randint(118, 122, (experts, outputs, inputs // 32), device=DEVICE).byte())
+    if kind == "int4":
+        numbers = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=DEVICE)
+        scales = torch.full((experts, outputs, inputs // 128), 2.0**-8, device=DEVICE)
+        return int4_weight(numbers, scales, torch.full_like(scales, 8, dtype=torch.uint8))
     weight = torch.randn(experts, outputs, inputs, device=DEVICE, dtype=torch.bfloat16) / inputs**0.5
     if kind == "fp8":
         return fp8_weight(
@@ -95,11 +99,12 @@ def measure_gemv(rate: float) -> None:
         weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(8)]
         x, out = (torch.randn(1, size, device=DEVICE, dtype=torch.bfloat16) for size in (k, n))
         options: dict[str, Any] = {"norm": x[0]} if normed else {"residual": out}
-        for shape in ((2, 8), (2, 4), (4, 4), (4, 8), (8, 8), (2, 2), (1, 4)):
-            runs = [lambda w=w, shape=shape: gemv(x, w, out=out, shape=shape, **options) for w in weights]  # noqa: B023
+        blocks = (2048,) if k % 2048 == 0 else (2048, 1024)
+        for shape, block in itertools.product(((2, 8), (2, 4), (4, 4), (4, 8), (8, 8), (1, 4)), blocks):
+            runs = [lambda w=w, a=shape, b=block: gemv(x, w, out=out, shape=a, block=b, **options) for w in weights]  # noqa: B023
             seconds = graph_seconds(runs)
             print(
-                f"gemv {n}x{k} {seconds * 1e6:6.2f} us {2 * n * k / seconds / rate:6.1%} rows, warps {shape}",
+                f"gemv {n}x{k} {seconds * 1e6:6.2f} us {2 * n * k / seconds / rate:6.1%} rows, warps {shape} {block}",
                 flush=True,
             )
 
@@ -113,36 +118,15 @@ def touched_bytes(layers: Sequence[layer.ExpertLayer], normed: Sequence[Tensor])
     return total / len(layers)
 
 
-def few_candidates(kind: str) -> Iterator[tuple[Any, Any]]:
-    """Yields tiles of `few_rows`."""
-    stages = 5 if kind == "fp8" else 4
-    up = [
-        (64, 128, stages, 4),
-        (32, 128, 6, 2),
-        (64, 128, stages, 8),
-        (64, 256, 3, 4),
-        (64, 64, 8, 4),
-        (128, 128, 3, 8),
-    ]
-    down = [(16, 256, 6, 2), (16, 256, 6, 1), (16, 256, 8, 2), (16, 512, 4, 2), (8, 256, 8, 1), (8, 512, 4, 1)]
-    yield from ((one, down[0]) for one in up)
-    yield from ((up[0], one) for one in down[1:])
-
-
-VECTOR_CANDIDATES = [
-    ((8, 1024, 4), (8, 1024, 4)),
-    ((16, 1024, 4), (8, 1024, 4)),
-    ((32, 1024, 8), (8, 1024, 4)),
-    ((8, 1024, 2), (8, 1024, 4)),
-    ((8, 1024, 4), (16, 1024, 4)),
-    ((8, 1024, 4), (8, 1024, 2)),
-    ((8, 1024, 4), (4, 1024, 4)),
-    ((8, 1024, 4), (4, 1024, 2)),
-]
+#: Outputs and warps of a program, of gate and up and of down. The first pair is varied in either place.
+VECTOR_TILES = {
+    "mxfp4": [(8, 4), (4, 4), (8, 8), (16, 8), (4, 2), (4, 1)],
+    "other": [(4, 4), (2, 4), (8, 4), (4, 8), (8, 8), (2, 2), (4, 2)],
+}
 
 
 def grouped_candidates(kind: str, block: int) -> Iterator[tuple[grouped.Tile, grouped.Tile]]:
-    if kind == "mxfp4":
+    if kind in ("mxfp4", "int4"):
         warps = 4 if block <= 32 else 8
         tiles = [(block, 64, 128, 4, warps), (block, 128, 128, 4, 8), (block, 128, 128, 3, 4), (block, 64, 128, 2, 4)]
     elif block <= 32:
@@ -150,7 +134,7 @@ def grouped_candidates(kind: str, block: int) -> Iterator[tuple[grouped.Tile, gr
     else:
         tiles = [(block, 128, 64, 3, 8), (block, 64, 64, 4, 4)]
     yield from ((tile, tile) for tile in tiles)
-    if kind != "mxfp4":
+    if kind not in ("mxfp4", "int4"):
         yield tiles[0], (block, 128, 128 if block <= 32 else 64, 3 if block <= 32 else 4, 4 if block <= 32 else 8)
 
 
@@ -189,7 +173,7 @@ def expected_of(case: ExpertCase, x: Tensor, normed: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
-    parser.add_argument("--kinds", nargs="+", default=["plain", "fp8", "mxfp4"])
+    parser.add_argument("--kinds", nargs="+", default=["plain", "fp8", "int4", "mxfp4"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 64, 256, 2048])
     parser.add_argument("--seconds", type=float, default=200.0, help="candidates begin only within this time")
     parser.add_argument("--gemv", action="store_true", help="measure products of one row, too")
@@ -243,7 +227,7 @@ def measure_rows(
     logits = {id(one): layer.router_logits(x, one.router, one.router_bias) for x, one in zip(xs, layers, strict=True)}
     routed = {id(one): route(logits[id(one)], one.rule) for one in layers}
     show("route", lambda x, one: route(logits[id(one)], one.rule))
-    few: list[tuple[str, Any, Any]] = []
+    few: list[Any] = []
     if rows * top_k <= 32:
         for shape_of_program in ((2, 4), (2, 8), (1, 4), (4, 8)):
             show(
@@ -252,15 +236,14 @@ def measure_rows(
                     x, norm, 1e-6, one.router, one.rule, bias=one.router_bias, shape=s
                 ),
             )
-        few = [("few", small.few_rows, tiles) for tiles in few_candidates(kind)]
-        if kind == "mxfp4":
-            few = [("vector", vector.vector_rows, tiles) for tiles in VECTOR_CANDIDATES]
-    for name, compute, tiles in few:
+        first, *others = VECTOR_TILES.get(kind, VECTOR_TILES["other"])
+        few = [(first, first), *((tile, first) for tile in others), *((first, tile) for tile in others)]
+    for tiles in few:
         show(
-            f"{name} {tiles}",
-            lambda x, one, compute=compute, tiles=tiles: compute(
+            f"vector {tiles}",
+            lambda x, one, tiles=tiles: vector.vector_rows(
                 x, *routed[id(one)], one.gate_up, one.down, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias,
-                residual=x, tiles=tiles, **(shared if compute is small.few_rows else {"gpt_oss": True}),
+                residual=x, tiles=tiles, **shared,
             ),
         )  # fmt: skip
     mean = grouped.block_rows(rows * top_k, len(layers[0].router), layers[0].gate_up.kind)

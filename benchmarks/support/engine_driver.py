@@ -21,7 +21,7 @@ from engine.loop import EngineLoop
 from engine.schedule.outputs import StepResult
 
 T = TypeVar("T")
-WAIT_S = 120.0
+WAIT_S = 240.0
 Condition = Callable[[StepResult], bool]
 Steps = list[tuple[float, StepResult]]  # (time at which the results were on the host, results) of each step.
 

@@ -230,11 +230,12 @@ def gemv(
     gated: bool = False,
     out: Tensor | None = None,
     shape: tuple[int, int] | None = None,
+    block: int | None = None,
 ) -> Tensor:
     """Computes x @ weight.T for one row [1, K]. Returns [1, N], or [1, N / 2] if gated.
 
-    `norm`, [K], is the weight of an RMSNorm that is applied to x first. `shape` is the outputs and warps of a program.
-    Other arguments are those of `skinny_gemm`.
+    `norm`, [K], is the weight of an RMSNorm that is applied to x first. `shape` is the outputs and warps of a program,
+    `block` the columns of its tile. Other arguments are those of `skinny_gemm`.
     """
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     assert x.shape == (1, k)
@@ -243,7 +244,7 @@ def gemv(
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     rows, warps = shape or ((2, 8) if norm is not None and not gated else (4, 4))
     optional = weight if bias is None else bias, x if norm is None else norm, x if residual is None else residual
-    sizes = {"N": n, "K": k, "ROWS": rows, "BK": min(BLOCK_K, triton.next_power_of_2(k))}
+    sizes = {"N": n, "K": k, "ROWS": rows, "BK": block or min(BLOCK_K, triton.next_power_of_2(k))}
     options = {"NORM": norm is not None, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
     options |= pdl_args(x.device)
     _gemv_kernel[(triton.cdiv(n, rows),)](

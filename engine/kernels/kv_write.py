@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.pdl import pdl_args, wait_for_previous
+from engine.kernels.pdl import pdl_args, supports_pdl, wait_for_previous
 from engine.kernels.pool import encode, magnitude, pool_args, scale_of
 from engine.kv.kv_pool import LayerKV
 
@@ -79,6 +79,25 @@ def _rotate(base, norm, cos, sin, eps, HEADS: tl.constexpr, D: tl.constexpr, NOR
     return first, second, h, i, ok
 
 
+PREFETCH_CHUNK, PREFETCH_THREADS = tl.constexpr(4096), tl.constexpr(128)  # Bytes of a thread, threads of a program.
+
+
+@triton.jit
+def _prefetch(address, pid, stop):
+    """Brings the bytes pid * PREFETCH_THREADS * PREFETCH_CHUNK and following, up to `stop`, to the L2 cache."""
+    chunk = (pid * PREFETCH_THREADS + tl.arange(0, PREFETCH_THREADS)).to(tl.int64) * PREFETCH_CHUNK
+    # Threads beyond the end fetch the last chunk, which others fetch too.
+    place = address.to(tl.int64) + tl.minimum(chunk, stop - PREFETCH_CHUNK)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.b32 $0, 0;",
+        "=r,l",
+        [place],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit
 def _rope_kv_kernel(
     qkv,
@@ -89,8 +108,10 @@ def _rope_kv_kernel(
     sin_table,
     q_norm,
     k_norm,
+    soon,
     qkv_row,
     table_row,
+    soon_bytes,
     eps,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
@@ -98,8 +119,12 @@ def _rope_kv_kernel(
     BS: tl.constexpr,
     NORM: tl.constexpr,
     FP8: tl.constexpr,
+    SOON: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if SOON and tl.program_id(1) > 1:
+        _prefetch(soon, tl.program_id(1) - 2, soon_bytes)
+        return
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -150,6 +175,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    soon: Tensor | None = None,
 ) -> None:
     """Rotates q and k in place inside qkv, and writes K and V to the pool.
 
@@ -162,6 +188,8 @@ def rope_kv_write(
         cos, sin: [max_position, D / 2]. The first half of a head rotates against the second half (GPT-NeoX order).
         num_heads: query heads in qkv, may be 0.
         q_norm, k_norm: [D], weights of an RMSNorm of each head before the rotation; both or none.
+        soon: contiguous weight of at least 4 KiB that a kernel after the attention reads. With one token on a device
+            with PDL it is brought to the L2 cache, because attention over few keys leaves the memory idle.
     """
     num_kv_heads, dim = layer.num_kv_heads, layer.head_dim
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * dim
@@ -171,8 +199,12 @@ def rope_kv_write(
     assert qkv.stride(1) == cos.stride(1) == 1
     norms = cos if q_norm is None else q_norm, cos if k_norm is None else k_norm
     tensors = qkv, pool_args(layer, torch.int16), positions, slot_mapping, cos, sin, *norms
+    early = soon if soon is not None and len(qkv) == 1 and num_heads and supports_pdl(qkv.device) else None
+    size = 0 if early is None else early.nbytes // 16 * 16
+    programs = triton.cdiv(size, PREFETCH_CHUNK.value * PREFETCH_THREADS.value)
     sizes = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "BS": layer.block_size}
     options = {"NORM": q_norm is not None, "FP8": layer.scales is not None, **pdl_args(qkv.device)}
-    _rope_kv_kernel[(qkv.shape[0], 2 if num_heads else 1)](
-        *tensors, qkv.stride(0), cos.stride(0), eps, **sizes, **options, num_warps=4
-    )
+    _rope_kv_kernel[(qkv.shape[0], programs + (2 if num_heads else 1))](
+        *tensors, cos if early is None else early, qkv.stride(0), cos.stride(0), size, eps,
+        **sizes, **options, SOON=early is not None, num_warps=4,
+    )  # fmt: skip

@@ -131,7 +131,7 @@ class Decoder(nn.Module):
                 raise ConfigError(f"{quantization.file}: {problem} ({stacked})", field="model")
             # int8 is for products of oneDNN with one matrix, so experts keep their dtype.
             if schemes and not all(s and s.layout == "load" and s.kind == "int8" for s in schemes.values()):
-                experts.set_scheme(schemes, keep_fp8=self.capturable)
+                experts.set_scheme(schemes, keep=self.capturable)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Yields the linear layers, each with the prefix of its names in the checkpoint."""
@@ -220,6 +220,7 @@ class Decoder(nn.Module):
         """Brings loaded weights into the form of the device's kernels, if that is another."""
         for layer in self.layer_list:
             if isinstance(layer.mlp, MoE):
+                layer.mlp.experts.check_scales()
                 self._ops.prepare_experts(layer.mlp)
 
     def pack(self, *, keep_head: bool) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
 from engine.kernels.experts.layer import ExpertLayer, mixture
 from engine.kernels.experts.routing import RoutingRule
-from engine.kernels.experts.weight import ExpertWeight, fp8_weight, mxfp4_weight, plain_weight
+from engine.kernels.experts.weight import ExpertWeight, fp8_weight, int4_weight, mxfp4_weight, plain_weight
 from engine.kernels.gemm import MAX_SKINNY_ROWS, MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm, supports_gemm_swiglu
 from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
@@ -31,6 +31,11 @@ from engine.models.base import ForwardContext
 from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
 from engine.models.moe import MoE
 from engine.models.ops import AttentionFn, TorchOps, WriteKVFn, float32_product
+from engine.quantization.weight import FIXED_ZERO
+
+#: Largest output projection that one row brings to the L2 cache while it attends: half of an H100's cache.
+PREFETCH_BYTES = 24 << 20
+MIN_PREFETCH_BYTES = 1 << 20
 
 
 class FusedOps(TorchOps):
@@ -65,8 +70,9 @@ class FusedOps(TorchOps):
             self._norm_jointly(qkv, attention, heads)
         elif q_norm is not None and k_norm is not None:
             norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.eps}
-        tables = self._cos, self._sin
-        rope_kv_write(qkv, cache, positions, metadata.slot_mapping, *tables, num_heads=heads, **norms)
+        tables, out = (self._cos, self._sin), attention.out.weight
+        soon = out if MIN_PREFETCH_BYTES <= out.nbytes <= PREFETCH_BYTES else None
+        rope_kv_write(qkv, cache, positions, metadata.slot_mapping, *tables, num_heads=heads, soon=soon, **norms)
 
     def _norm_jointly(self, qkv: Tensor, attention: Attention, heads: int) -> None:
         """Normalises the queries and the keys of qkv in place, each over all heads together."""
@@ -130,10 +136,15 @@ class FusedOps(TorchOps):
         """
         router, experts = moe.router, moe.experts
 
-        def weight(numbers: Tensor, scales: Tensor | None) -> ExpertWeight:
+        def weight(name: str) -> ExpertWeight:
+            numbers, *more = (getattr(experts, name + kind) for kind in ("", "_scales", "_zeros"))
+            scales, zeros = more
             if scales is None:
                 return plain_weight(numbers)
-            made = mxfp4_weight(numbers, scales) if numbers.dtype == torch.uint8 else fp8_weight(numbers, scales)
+            if zeros is not None:
+                made = int4_weight(numbers, scales, None if bool((zeros == FIXED_ZERO).all()) else zeros)
+            else:
+                made = mxfp4_weight(numbers, scales) if numbers.dtype == torch.uint8 else fp8_weight(numbers, scales)
             if made.numbers.data_ptr() != numbers.data_ptr():
                 numbers.data, scales.data = numbers.new_empty(0), scales.new_empty(0)
             return made
@@ -149,8 +160,8 @@ class FusedOps(TorchOps):
                 top_groups=router.top_groups,
                 first=experts.first,
             ),
-            gate_up=weight(experts.gate_up, experts.gate_up_scales),
-            down=weight(experts.down, experts.down_scales),
+            gate_up=weight("gate_up"),
+            down=weight("down"),
             router_bias=router.bias,
             correction=router.correction,
             gate_up_bias=experts.gate_up_bias,

@@ -52,6 +52,11 @@ class ModelSource:
         forms += ["deterministic"] if self.deterministic else []
         return weights.digest(" ".join([revision, *forms])) if forms else revision
 
+    def check_layers(self) -> None:
+        """Raises ConfigError if layers are quantised in a way that `load` refuses. It makes them without memory."""
+        if isinstance(self.spec, ModelSpec) and self.quantization is not None:
+            Decoder(self.spec, 1, torch.device("meta"), torch.float32, quantization=self.quantization)
+
     @torch.inference_mode()
     def load(
         self,
@@ -178,6 +183,7 @@ def model_support(model_dir: Path) -> ModelSupport:
     config, generation = read_config(model_dir)
     try:
         source = open_model(model_dir)
+        source.check_layers()
     except ConfigError as error:
         return ModelSupport(None, error.message)
     try:

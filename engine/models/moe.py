@@ -23,10 +23,14 @@ from common.errors import ConfigError
 from engine.models.layers import MLP, Target
 from engine.models.spec import ModelSpec, MoeSpec, Shard
 from engine.models.spec.model import MXFP4_GROUP, Activation
+from engine.quantization.inputs import InputRounding
 from engine.quantization.scheme import Scheme
-from engine.quantization.weight import BLOCK, QuantizedWeight
+from engine.quantization.weight import BLOCK, FIXED_ZERO, QuantizedWeight
 
 GPT_OSS_ALPHA, GPT_OSS_LIMIT = 1.702, 7.0  # Slope of the sigmoid, and the bound of gate and up, in gpt-oss.
+#: Largest exponent of an MXFP4 scale, 2^63: the kernels' numbers fit a bfloat16 on the way. CPUs refuse more, too.
+MAX_MXFP4_SCALE = 190
+INT4_GROUP = 32  # Groups of 4-bit numbers that stay in 4 bits are multiples of this size.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # The positive numbers of 4 bits; bit 3 is the sign.
 
 
@@ -103,7 +107,10 @@ class Experts(nn.Module):
         gate_up_bias, down_bias: [E, 2 * I] and [E, hidden], or None.
         gate_up_scales, down_scales: None if the weights are in the model's dtype. In MXFP4: uint8 exponents with a bias
             of 127 for each group of 32 inputs, [E, 2 * I, hidden / 32] and [E, hidden, I / 32]. In FP8 (e4m3 numbers):
-            float32 for each output, [E, outputs, 1], or for blocks of 128 x 128 numbers.
+            float32 for each output, [E, outputs, 1], or for blocks of 128 x 128 numbers. In 4 bits (uint8 as in MXFP4):
+            float32 for groups, [E, outputs, groups].
+        gate_up_zeros, down_zeros: uint8, zeros of the groups of 4-bit numbers; None in other forms.
+        input_scales: float32 [E] by "gate_up" and "down": scales of their inputs, with static activations.
         scheme: how the checkpoint quantises the weights, or how they are quantised while they load; None: not at all,
             or in MXFP4.
         first: number of the first expert. A token's other experts belong to other ranks and are left out here.
@@ -120,19 +127,26 @@ class Experts(nn.Module):
         self.down, self.down_scales = _weight(count, hidden, size, mxfp4=moe.mxfp4)
         self.gate_up_bias = nn.Parameter(torch.empty(count, 2 * size)) if moe.gate_up_bias else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if moe.down_bias else None
+        self.gate_up_zeros: nn.Parameter | None = None
+        self.down_zeros: nn.Parameter | None = None
+        self.input_scales: dict[str, Tensor] = {}
         self.scheme: Scheme | None = None
         self.float32_parameters: tuple[str, ...] = ()
 
-    def set_scheme(self, schemes: Mapping[str, Scheme | None], *, keep_fp8: bool) -> None:
+    def set_scheme(self, schemes: Mapping[str, Scheme | None], *, keep: bool) -> None:
         """Sets the scheme of the weights, by `projection_names`. Raises ConfigError if the weights differ in it.
 
-        keep_fp8: the weights stay in FP8. Otherwise they are dequantised when they are loaded, as other formats are.
+        keep: weights of FP8 and 4 bits stay so, as the kernels of a GPU need. Otherwise they are dequantised when they
+        are loaded, as other formats are.
         """
         first, *others = schemes.items()
         if any(scheme != first[1] for _, scheme in others):
             raise ConfigError(f"{first[0]} and other experts of its layer are quantised differently", field="model")
         self.scheme = first[1]
-        if self.scheme is None or not keep_fp8 or self.scheme.kind != "fp8":
+        if self.scheme is None or not keep or self.scheme.kind == "int8":
+            return
+        if self.scheme.kind == "int4":
+            self._keep_int4(self.scheme)
             return
         block = self.scheme.extent == "block"
         if block and self.size % BLOCK:
@@ -145,11 +159,27 @@ class Experts(nn.Module):
             setattr(self, f"{name}_scales", nn.Parameter(torch.empty(count, *extent)))
         self.float32_parameters = ("gate_up_scales", "down_scales")
 
+    def _keep_int4(self, scheme: Scheme) -> None:
+        """Makes the parameters 4-bit ones, unless this rank's part begins or ends within a group."""
+        sizes = {"gate_up": (2 * self.size, self.hidden), "down": (self.hidden, self.size)}
+        groups = {name: scheme.group_size or inputs for name, (_, inputs) in sizes.items()}
+        if any(group % INT4_GROUP or sizes[name][1] % group for name, group in groups.items()):
+            return
+        for name, (outputs, inputs) in sizes.items():
+            count, extent = len(getattr(self, name)), (outputs, inputs // groups[name])
+            numbers, zeros = (
+                torch.empty(count, *shape, dtype=torch.uint8) for shape in ((outputs, inputs // 2), extent)
+            )
+            setattr(self, name, nn.Parameter(numbers, requires_grad=False))
+            setattr(self, f"{name}_scales", nn.Parameter(torch.empty(count, *extent)))
+            setattr(self, f"{name}_zeros", nn.Parameter(zeros, requires_grad=False))
+        self.float32_parameters = ("gate_up_scales", "down_scales")
+
     @property
     def quantized_bytes(self) -> int:
-        """Bytes of weights in MXFP4 or FP8 and their scales; 0 for weights in the model's dtype."""
-        pairs = (self.gate_up, self.gate_up_scales), (self.down, self.down_scales)
-        return sum(numbers.nbytes + scales.nbytes for numbers, scales in pairs if scales is not None)
+        """Bytes of quantised weights, scales and zeros; 0 for weights in the model's dtype."""
+        kept = [self.gate_up, self.gate_up_scales, self.gate_up_zeros, self.down, self.down_scales, self.down_zeros]
+        return 0 if self.gate_up_scales is None else sum(part.nbytes for part in kept if part is not None)
 
     def projection_names(self) -> list[str]:
         """Returns the names of all experts' projections; empty if a checkpoint has the experts stacked only."""
@@ -166,29 +196,67 @@ class Experts(nn.Module):
                 outputs, inputs = (self.hidden, spans.whole) if kind == "down" else (spans.whole, self.hidden)
                 yield Projection(name, kind, local, outputs, inputs, spans.inner)
 
-    def place(self, projection: Projection, weight: QuantizedWeight) -> None:
-        """Stores the weight of a projection, of which this rank has a part."""
+    def place(self, projection: Projection, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        """Stores the weight of a projection, of which this rank has a part.
+
+        4-bit weights in an order of their own (activation order) have no groups that the kernels know: with the first
+        of them, all weights of the layer become numbers of `dtype`.
+        """
         down, span = projection.kind == "down", projection.span
         if span != slice(0, projection.inputs if down else projection.outputs):
             weight = weight.columns(span) if down else weight.rows(span)
-        numbers, scales = (self.down, self.down_scales) if down else (self.gate_up, self.gate_up_scales)
-        tensor = numbers[projection.local]
-        rows = tensor if down else tensor.chunk(2)[projection.kind == "up"]
-        if scales is None:
-            rows.copy_(weight.dequantize(tensor.dtype, rows.shape[1]))
+        name = "down" if down else "gate_up"
+        if weight.input_scale is not None:
+            self._add_input_scale(name, projection.local, weight.input_scale)
+        if weight.order is not None:
+            self.dequantize(dtype)
+
+        def rows(kind: str) -> Tensor:
+            tensor: Tensor = getattr(self, kind)[projection.local]
+            return tensor if down else tensor.chunk(2)[projection.kind == "up"]
+
+        numbers = rows(name)
+        if getattr(self, f"{name}_scales") is None:
+            numbers.copy_(weight.dequantize(numbers.dtype, numbers.shape[1]))
             return
-        rows.copy_(weight.numbers)
-        extent = scales[projection.local]
-        (extent if down else extent.chunk(2)[projection.kind == "up"]).copy_(weight.scales)
+        numbers.copy_(weight.numbers)
+        rows(f"{name}_scales").copy_(weight.scales)
+        if getattr(self, f"{name}_zeros") is not None:
+            zeros = rows(f"{name}_zeros")
+            zeros.fill_(FIXED_ZERO) if weight.zeros is None else zeros.copy_(weight.zeros)
+
+    def _add_input_scale(self, name: str, local: int, scale: Tensor) -> None:
+        """Notes a static scale of inputs. gate and up read the same inputs, so the larger of their scales counts."""
+        scales = self.input_scales.setdefault(name, torch.zeros(len(self.gate_up), device=scale.device))
+        scales[local] = torch.maximum(scales[local], scale)
+
+    def round_inputs(self, name: str, local: int, x: Tensor) -> Tensor:
+        """Returns the inputs of gate_up or down of an expert as the scheme rounds them."""
+        scheme = self.scheme
+        if scheme is None or scheme.activations == "none":
+            return x
+        scale = self.input_scales[name][local] if scheme.activations == "static" else None
+        return InputRounding(scheme.kind, scheme.activations, scale)(x)
 
     def dequantize(self, dtype: torch.dtype) -> None:
-        """Replaces MXFP4 and FP8 weights by weights of `dtype`, which the torch path computes with."""
+        """Replaces quantised weights by weights of `dtype`, which the torch path computes with."""
         for name in ("gate_up", "down"):
-            scales = getattr(self, f"{name}_scales")
+            scales, zeros = getattr(self, f"{name}_scales"), getattr(self, f"{name}_zeros")
             if scales is not None:
-                weight = _dequantize(getattr(self, name), scales, dtype)
+                weight = _dequantize(getattr(self, name), scales, zeros, dtype)
                 setattr(self, name, nn.Parameter(weight, requires_grad=False))
                 setattr(self, f"{name}_scales", None)
+                setattr(self, f"{name}_zeros", None)
+
+    def check_scales(self) -> None:
+        """Raises ConfigError if a scale of MXFP4 is too large."""
+        for name in ("gate_up", "down"):
+            scales: Tensor | None = getattr(self, f"{name}_scales")
+            if scales is None or scales.dtype != torch.uint8:
+                continue
+            if (largest := int(scales.max())) > MAX_MXFP4_SCALE:
+                problem = f"an MXFP4 scale is 2^{largest - 127}, at most 2^{MAX_MXFP4_SCALE - 127} is supported"
+                raise ConfigError(problem, field="model")
 
     def targets(self, shard: Shard) -> Iterator[tuple[str, Target]]:
         """Yields the name and the destination of each checkpoint tensor, also of those that only other ranks need."""
@@ -360,7 +428,9 @@ def grouped_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: Experts)
         rows = copies[start:end]
         gate_up, down = _expert_weights(layer, expert, x.dtype)
         bias = None if layer.gate_up_bias is None else layer.gate_up_bias[expert]
-        gated = activate(F.linear(x[rows // top_k], gate_up, bias), layer.activation)
+        inputs = layer.round_inputs("gate_up", expert, x[rows // top_k])
+        gated = activate(F.linear(inputs, gate_up, bias), layer.activation)
+        gated = layer.round_inputs("down", expert, gated)
         bias = None if layer.down_bias is None else layer.down_bias[expert]
         results[rows] = F.linear(gated, down, bias)
     return (results.view(tokens, top_k, -1).float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -408,13 +478,17 @@ def _expert_weights(layer: Experts, expert: int, dtype: torch.dtype) -> tuple[Te
     """Returns gate_up and down of one expert in the dtype."""
     gate_up, down = layer.gate_up[expert], layer.down[expert]
     if layer.gate_up_scales is not None and layer.down_scales is not None:
-        gate_up = _dequantize(gate_up, layer.gate_up_scales[expert], dtype)
-        down = _dequantize(down, layer.down_scales[expert], dtype)
+        zeros = [None if z is None else z[expert] for z in (layer.gate_up_zeros, layer.down_zeros)]
+        gate_up = _dequantize(gate_up, layer.gate_up_scales[expert], zeros[0], dtype)
+        down = _dequantize(down, layer.down_scales[expert], zeros[1], dtype)
     return gate_up, down
 
 
-def _dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the weights [..., N, K] of MXFP4 or FP8 numbers."""
+def _dequantize(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns the weights [..., N, K] of 4-bit (with zeros), MXFP4 or FP8 numbers."""
+    if zeros is not None:
+        values = torch.stack((numbers & 15, numbers >> 4), dim=-1).view(*scales.shape, -1).float()
+        return ((values - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
     if numbers.dtype == torch.uint8:
         return dequantize_mxfp4(numbers, scales, dtype)
     outputs, inputs = numbers.shape[-2:]

@@ -169,7 +169,8 @@ def _load_quantized(model: Decoder, model_dir: Path, shard: Shard, loaded: Progr
                 continue
             for projection in experts.projections(shard):
                 sizes = projection.outputs, projection.inputs
-                experts.place(projection, LayerReader(files, prefix + projection.name, *sizes, scheme).weight())
+                weight = LayerReader(files, prefix + projection.name, *sizes, scheme).weight()
+                experts.place(projection, weight, model.embedding.weight.dtype)
         return files.read_names
 
 
@@ -239,7 +240,7 @@ def _randomize_experts(path: str, experts: Experts, seed: int, shard: Shard) -> 
     for projection in experts.projections(shard):
         whole = torch.empty(projection.outputs, projection.inputs, device=experts.gate_up.device)
         _randomize(f"{path}.{projection.name}", whole, seed)
-        experts.place(projection, quantize(whole, experts.scheme))
+        experts.place(projection, quantize(whole, experts.scheme), whole.dtype)
 
 
 def _whole_shape(module: nn.Module, kind: str, parameter: Tensor, shard: Shard) -> list[int]:

@@ -31,7 +31,6 @@ from engine.kernels import (
 )
 from engine.kernels.experts import grouped as experts_grouped
 from engine.kernels.experts import routing as experts_routing
-from engine.kernels.experts import small as experts_small
 from engine.kernels.experts import vector as experts_vector
 from engine.kernels.experts import weight as experts_weight
 from engine.kernels.fixed_order import attention as fixed_order_attention
@@ -110,6 +109,9 @@ def cache(fp8: bool) -> None:
         kv_write.rope_kv_write(
             qkv, layer(fp8), slots, slots, table, table, num_heads=HEADS, q_norm=weight, k_norm=weight
         )
+    kv_write.rope_kv_write(
+        qkv[:1], layer(fp8), slots[:1], slots[:1], table, table, num_heads=HEADS, soon=half(HIDDEN, HIDDEN)
+    )
     kv_write.kv_write(half(24, 2, KV_HEADS, DIM), layer(fp8), slots)
     dense_prefill.gather_kv(layer(fp8), torch.zeros(64, dtype=torch.int32), 100, dtype=torch.bfloat16)
 
@@ -136,7 +138,7 @@ def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
 
 def experts(native: bool) -> None:
     """Mixtures of experts in the forms of Qwen3-30B-A3B and gpt-oss-20b, for few rows, a batch and a prompt."""
-    for kind in ("plain", "fp8", "fp8_block", "mxfp4"):
+    for kind in ("plain", "fp8", "fp8_block", "mxfp4", "int4"):
         gpt_oss = kind == "mxfp4"
         hidden, inner, count, top_k = (2880, 2880, 32, 4) if gpt_oss else (2048, 768, 128, 8)
         rule = experts_routing.RoutingRule(top_k)
@@ -146,9 +148,7 @@ def experts(native: bool) -> None:
         routed = torch.zeros(1, top_k), torch.zeros(1, top_k, dtype=torch.int32)
         x = half(1, hidden)
         experts_routing.norm_and_route(x, x[0], 1e-6, half(count, hidden), rule, bias=half(count))
-        experts_small.few_rows(x, *routed, gate_up, down, residual=x, **options)
-        if gpt_oss:
-            experts_vector.vector_rows(x, *routed, gate_up, down, residual=x, gpt_oss=True, **biases)
+        experts_vector.vector_rows(x, *routed, gate_up, down, residual=x, **options)
         for rows in (16, 128, 1024):
             x = half(rows, hidden)
             weights, chosen = experts_routing.route(torch.zeros(rows, count), rule)
@@ -166,6 +166,9 @@ def expert_weight(kind: str, outputs: int, inputs: int) -> experts_weight.Expert
     if kind == "mxfp4":
         scales = torch.zeros(2, outputs, inputs // 32, dtype=torch.uint8)
         return experts_weight.mxfp4_weight(torch.zeros(2, outputs, inputs // 2, dtype=torch.uint8), scales)
+    if kind == "int4":
+        groups = torch.zeros(2, outputs, inputs // 128)
+        return experts_weight.int4_weight(torch.zeros(2, outputs, inputs // 2).byte(), groups, groups.byte())
     blocks = (-(-outputs // 128), -(-inputs // 128)) if kind == "fp8_block" else (outputs, 1)
     return experts_weight.fp8_weight(torch.zeros(2, outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(2, *blocks))
 
@@ -269,7 +272,7 @@ def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver(capability))
     triton.runtime.jit.JITFunction.run = compile_only(triton.runtime.jit.JITFunction.run, shared_bytes)
     card.shared_bytes = lambda device: shared_bytes
-    pdl.supports_pdl = lambda device: capability >= 90
+    pdl.supports_pdl = kv_write.supports_pdl = lambda device: capability >= 90
     products()
     inputs()
     samples()

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from engine.kernels.experts import small, vector
+from engine.kernels.experts import vector
 from engine.kernels.experts.grouped import many_rows
 from engine.kernels.experts.layer import mixture
 from engine.kernels.experts.routing import RoutingRule, max_block_count, route, sort_copies
@@ -105,15 +105,15 @@ def test_every_mxfp4_byte_is_unpacked_at_every_place(device):
 def few_programs(monkeypatch):
     """Gives the programs of tiny shapes more rows in the interpreter, which takes as long for few rows."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(vector, "TILES", ((32, 128, 4), (64, 128, 4)))
-        monkeypatch.setattr(small, "_tiles", lambda kind: ((32, 128, 2, 4), (64, 128, 2, 4)))
+        monkeypatch.setattr(vector, "_tiles", lambda kind: ((32, 4), (64, 4)))
 
 
-KINDS = ["plain", "fp8", "fp8_block", "mxfp4"]
+KINDS = ["plain", "fp8", "fp8_block", "mxfp4", "int4", "int4_zeros"]
+FOUR_BITS = ["mxfp4", "int4", "int4_zeros"]
 
 
 def make(kind, device, gen, **options):
-    sizes = {"experts": 5, "hidden": 160, "inner": 32} if kind in ("mxfp4", "fp8_block") else None
+    sizes = {"experts": 5, "hidden": 160, "inner": 32} if kind in FOUR_BITS or kind == "fp8_block" else None
     sizes = sizes or {"experts": 7, "hidden": 36, "inner": 21}
     return ExpertCase.make(kind, options.pop("rule", RoutingRule(3)), device, gen, **(sizes | options))
 
@@ -139,10 +139,13 @@ def test_mxfp4_in_float16(max_few, device, gen):
     assert error(mixture(x, case.layer, case.norm, case.eps, max_few=max_few), case.expected(x)) < 2e-3
 
 
-def test_a_step_has_one_scale_of_fp8_blocks(device, gen, monkeypatch):
-    """Tiles that are deeper than a block of 128 inputs are cut."""
-    monkeypatch.setattr(small, "_tiles", lambda kind: ((32, 256, 2, 4), (64, 256, 2, 4)))
-    case = ExpertCase.make("fp8_block", RoutingRule(2), device, gen, experts=3, hidden=288, inner=160)
+@pytest.mark.parametrize(
+    ("kind", "max_tile"), [*((kind, 2048) for kind in KINDS), ("plain", 64), ("fp8_block", 64), ("int4_zeros", 64)]
+)
+def test_inputs_of_few_rows_are_cut_in_tiles(kind, max_tile, device, gen, monkeypatch):
+    """Several full tiles and a rest, and blocks of FP8 whose 128 inputs are a part of a tile."""
+    monkeypatch.setattr(vector, "MAX_TILE", max_tile)
+    case = ExpertCase.make(kind, RoutingRule(3), device, gen, experts=4, hidden=288, inner=160)
     x = torch.randn(1, 288, generator=gen, device=device)
     assert error(mixture(x, case.layer, case.norm, case.eps), case.expected(x)) < 5e-6
 
@@ -156,7 +159,7 @@ def test_rules_reach_the_products(rule, max_few, device, gen):
 
 
 @pytest.mark.parametrize("max_few", [99, 0])
-@pytest.mark.parametrize("kind", ["plain", "mxfp4"])
+@pytest.mark.parametrize("kind", ["plain", "mxfp4", "int4_zeros"])
 def test_parts_of_the_experts_add_up(kind, max_few, device, gen):
     case = make(kind, device, gen, gpt_oss=True)
     x = torch.randn(4, len(case.norm), generator=gen, device=device)

@@ -99,3 +99,17 @@ def test_rope_kv_write_writes_the_keys_that_it_leaves_in_qkv(heads, kv_heads, di
         k_norm=weights[1],
     )
     check(layer, qkv.view(len(slots), -1, dim)[:, heads:].unflatten(1, (2, kv_heads)).float(), slots)
+
+
+@pytest.mark.parametrize("size", [2048, 3000, 1 << 20])
+def test_a_weight_that_is_brought_to_the_cache_changes_nothing(size, device, gen):
+    """A device without PDL does not prefetch."""
+    qkv, angle = torch.randn(1, 4 * 16, generator=gen, device=device), torch.rand(4, 8, generator=gen, device=device)
+    soon, place = torch.ones(size, device=device, dtype=torch.bfloat16), torch.tensor([3], device=device)
+    results = []
+    for early in (None, soon):
+        layer, copy = LayerKV(torch.zeros(2, 2, 1, 8, 16, device=device)), qkv.clone()
+        rope_kv_write(copy, layer, place, place, angle.cos(), angle.sin(), num_heads=2, soon=early)
+        results.append((copy, layer.kv))
+    assert all(map(torch.equal, *results))
+    assert bool((soon == 1).all())

@@ -19,6 +19,7 @@ MOE = {
     "moe_intermediate_size": 16,
     "head_dim": 8,
 }
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "head_dim": 8, "sliding_window": 8}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "native": (LLAMA, "native (LlamaForCausalLM, 2 layers, up to 64 tokens)"),
@@ -26,6 +27,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": (
         LLAMA | {"quantization_config": AWQ},
         "native (LlamaForCausalLM, 2 layers, awq (int4, groups of 32, zeros), up to 64 tokens)",
+    ),
+    "stacked experts": (
+        LLAMA | GPT_OSS | {"quantization_config": AWQ},
+        "not served: config.json: weights of the format 'awq' are not supported for experts in one tensor",
     ),
     "transformers": (GPT2, "through transformers, because GPT2LMHeadModel has no native code; native are Llama"),
     "encoder": (LLAMA | {"architectures": ["BertModel"]}, "not served: model architecture BertModel is not supported"),

@@ -87,3 +87,13 @@ def test_random_weights_have_the_size_of_plain_ones(tmp_path: Path) -> None:
     experts = next(module for module in model.modules() if isinstance(module, Experts))  # type: ignore[attr-defined]
     assert 0.5 < float(experts.gate_up.std()) * 64**0.5 < 2
     assert 0.5 < float(experts.down.std()) * 96**0.5 < 2
+
+
+def test_a_scale_that_the_kernels_cannot_hold_is_refused_on_a_cpu_too(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 3, 1] = 191
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"an MXFP4 scale is 2\^64, at most 2\^63 is supported"):
+        open_model(tmp_path).load(64, CPU, torch.float32)

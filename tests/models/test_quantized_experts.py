@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from benchmarks.support.quantized_files import QuantizedFiles, write
 from common.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
 from engine.models.moe import Experts, grouped_experts
 from engine.models.spec import Shard
 from engine.quantization.at_load import quantize
+from engine.quantization.inputs import InputRounding
 from engine.quantization.scheme import Scheme
-from tests.rigs.engine.tiny_models import CPU, MOE_CASES, save_reference
+from tests.rigs.engine.tiny_models import CPU, MOE_CASES, Rig, save_reference, tiny_prompt
 
 torch.set_num_threads(1)
 #: An intermediate size of whole blocks, so that gate and up share no block.
@@ -66,7 +69,7 @@ def experts_of(directory: Path, shard: Shard, *, fused: bool) -> Experts:
         prefix, experts = next(model.experts())
         assert source.quantization is not None
         names = experts.projection_names()
-        experts.set_scheme({name: source.quantization.scheme_of(prefix + name) for name in names}, keep_fp8=True)
+        experts.set_scheme({name: source.quantization.scheme_of(prefix + name) for name in names}, keep=True)
         for kind in experts.float32_parameters:
             setattr(experts, kind, torch.nn.Parameter(torch.empty(getattr(experts, kind).shape), requires_grad=False))
         weights.load_weights(model, directory, source.spec, shard, source.quantization)  # type: ignore[arg-type]
@@ -85,10 +88,65 @@ def test_fp8_blocks_are_dequantised_or_kept(shard: Shard, tmp_path: Path) -> Non
         gate, up, down = (expected[f"{name}.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
         assert torch.equal(plain.gate_up[local], torch.cat((gate[span], up[span])))
         assert torch.equal(plain.down[local], down[:, span])
+    assert_equal_results(plain, kept)
+
+
+def assert_equal_results(*layers: Experts) -> None:
     x, weights = torch.randn(5, 64), torch.rand(5, 2)
     chosen = torch.tensor([[0, 1], [3, 2], [2, 0], [1, 3], [3, 0]], dtype=torch.int32)
-    results = [grouped_experts(x, weights, chosen, experts) for experts in (plain, kept)]
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(grouped_experts(x, weights, chosen, experts) for experts in layers))
+
+
+def save_format(directory: Path, name: str) -> QuantizedFiles:
+    """Saves a model in directory/name, and in directory/meant with the weights that its files mean."""
+    save_reference(directory / "plain", CASE | {"mlp_only_layers": []})
+    meaning = write(directory / "plain", directory / name, name, group_size=32)
+    save_reference(directory / "meant", CASE | {"mlp_only_layers": []})
+    path = directory / "meant" / "model.safetensors"
+    weights = {f"{layer}.weight": weight.contiguous() for layer, weight in meaning.weights.items()}
+    save_file(load_file(path) | weights, path, {"format": "pt"})
+    return meaning
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-order", "ct-w4", "ct-w4-zeros"])
+def test_experts_in_4_bits_are_those_of_the_files(name: str, tmp_path: Path) -> None:
+    """On a CPU their logits are those of transformers; as on a GPU they keep 4 bits, except in activation order."""
+    save_format(tmp_path, name)
+    tokens, blocks = tiny_prompt(20, seed=1), [list(range(3, 13))]
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "meant", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        want = reference(torch.tensor([tokens])).logits[0]
+    rig = Rig(tmp_path / "plain")
+    rig.model = open_model(tmp_path / name).load(256, CPU, torch.float32)  # type: ignore[assignment]
+    torch.testing.assert_close(rig.logits([tokens], [0], blocks)[0], want, atol=1e-3, rtol=1e-3)
+
+    for shard in (Shard(), Shard(1, 2), Shard(1, 2, whole_experts=True)):
+        plain, kept = (experts_of(tmp_path / name, shard, fused=fused) for fused in (False, True))
+        assert (kept.gate_up.dtype == torch.uint8) == (name != "gptq-order")
+        assert_equal_results(plain, kept)
+
+
+def test_static_scales_round_the_inputs_of_experts(tmp_path: Path) -> None:
+    """gate and up read the same inputs, so the larger of their scales counts."""
+    meaning = save_format(tmp_path, "autofp8")
+    layers = [name for name in meaning.weights if ".layers.0.mlp.experts." in name]
+    scales = {name: 0.01 * (1 + index) for index, name in enumerate(layers)}
+    write(
+        tmp_path / "plain", tmp_path / "scaled", "autofp8", input_scales=dict.fromkeys(meaning.weights, 0.05) | scales
+    )
+    experts = experts_of(tmp_path / "scaled", Shard(), fused=False)
+    x, one = torch.randn(3, 64), torch.ones(3, 1)
+    for expert in range(4):
+        gate, up, down = (f"model.layers.0.mlp.experts.{expert}.{kind}_proj" for kind in ("gate", "up", "down"))
+
+        def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+            return InputRounding("fp8", "static", torch.tensor(scale))(x)
+
+        inputs = rounded(x, max(scales[gate], scales[up]))
+        gated = torch.nn.functional.silu(inputs @ meaning.weights[gate].T) * (inputs @ meaning.weights[up].T)
+        want = rounded(gated, scales[down]) @ meaning.weights[down].T
+        chosen = torch.full((3, 1), expert, dtype=torch.int32)
+        torch.testing.assert_close(grouped_experts(x, one, chosen, experts), want, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_are_quantised_at_load_to_fp8_but_not_to_int8(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ from engine.kernels import card
 from engine.kernels.experts.routing import SortedCopies
 from engine.kernels.experts.weight import (
     FP8,
+    INT4,
     MXFP4,
     PLAIN,
     ExpertWeight,
     activate,
     decode_e4m3,
     unpack_floats,
+    unpack_nibbles,
     unpack_pairs,
 )
 from engine.kernels.pdl import pdl_args, wait_for_previous
@@ -78,9 +80,16 @@ def _mxfp4_tile(words, scale, BN: tl.constexpr, BK: tl.constexpr, NATIVE: tl.con
 
 
 @triton.jit
+def _spread(groups, BN: tl.constexpr, BK: tl.constexpr):
+    """Repeats numbers [BN, BK / 32] of 32 inputs for each input: [BN, BK]."""
+    return groups[:, :, None].broadcast_to(BN, BK // 32, 32).reshape(BN, BK)
+
+
+@triton.jit
 def _weight_tile(
-    w, scales, base, n, n_ok, start, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
-    NATIVE: tl.constexpr, EVEN: tl.constexpr, SGROUPS: tl.constexpr, dtype: tl.constexpr,
+    w, scales, zeros, base, n, n_ok, start, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
+    NATIVE: tl.constexpr, EVEN: tl.constexpr, SK: tl.constexpr, SGROUPS: tl.constexpr, ZEROS: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Loads a tile of weights [BK, BN] in the inputs' dtype. Scales of fp8 blocks are left to the caller."""
     if KIND == MXFP4:
@@ -97,6 +106,19 @@ def _weight_tile(
         tile = _mxfp4_tile(words, scale, BN, BK, dtype == tl.bfloat16 and NATIVE)
         if dtype == tl.float16:  # its range has no room for numbers that are 2^64 times too small
             tile *= _DOWN
+        tile = tl.trans(tile.to(dtype))
+    elif KIND == INT4:
+        i = start // 8 + tl.arange(0, BK // 8)
+        words = tl.load(
+            w + (base + n)[:, None] * (K // 8) + i[None, :], mask=n_ok[:, None] & (i < K // 8)[None, :], other=0
+        )
+        j = start + tl.arange(0, BK // 32) * 32
+        place = (base + n)[:, None] * SGROUPS + (j // SK)[None, :]
+        s_ok = n_ok[:, None] & (j < K)[None, :]
+        tile = unpack_nibbles(words, BN, BK)
+        if ZEROS:
+            tile += _spread(8.0 - tl.load(zeros + place, mask=s_ok, other=8).to(tl.float32), BN, BK)
+        tile *= _spread(tl.load(scales + place, mask=s_ok, other=0.0).to(tl.float32), BN, BK)
         tile = tl.trans(tile.to(dtype))
     else:
         k = start + tl.arange(0, BK)
@@ -120,11 +142,11 @@ def _block_scale(
 
 @triton.jit
 def _grouped_kernel(
-    x, w, scales, bias, weights, order, blocks, out, x_row,
+    x, w, scales, zeros, bias, weights, order, blocks, out, x_row,
     N: tl.constexpr, K: tl.constexpr, TOPK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, FIRST: tl.constexpr, BIAS: tl.constexpr,
     GPT_OSS: tl.constexpr, SN: tl.constexpr, SK: tl.constexpr, SROWS: tl.constexpr, SGROUPS: tl.constexpr,
-    PDL: tl.constexpr,
+    ZEROS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of a product. FIRST: gate and up with the activation (N is the size of each), else down.
 
@@ -158,14 +180,18 @@ def _grouped_kernel(
             v = tl.load(rows + start + k[None, :], mask=m_ok[:, None], other=0.0)
         else:
             v = tl.load(rows + start + k[None, :], mask=m_ok[:, None] & (start + k < K)[None, :], other=0.0)
-        g = _weight_tile(w, scales, base, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype)
+        g = _weight_tile(
+            w, scales, zeros, base, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SK, SGROUPS, ZEROS, dtype
+        )
         if by_step:
             s = _block_scale(scales, expert, n, n_ok, start, SN, SK, SROWS, SGROUPS)
             acc += tl.dot(v, g, input_precision="ieee") * s[None, :]
         else:
             acc = tl.dot(v, g, acc, input_precision="ieee")
         if FIRST:
-            u = _weight_tile(w, scales, base + N, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SGROUPS, dtype)
+            u = _weight_tile(
+                w, scales, zeros, base + N, n, n_ok, start, K, BN, BK, KIND, NATIVE, even, SK, SGROUPS, ZEROS, dtype
+            )
             if by_step:
                 s = _block_scale(scales, expert, n + N, n_ok, start, SN, SK, SROWS, SGROUPS)
                 acc_up += tl.dot(v, u, input_precision="ieee") * s[None, :]
@@ -217,7 +243,7 @@ Tile = tuple[int, int, int, int, int]
 def block_rows(copies: int, experts: int, kind: int) -> int:
     """Returns BM: about the mean number of copies of an expert, as far as tiles allow."""
     mean = copies / experts
-    if kind == MXFP4.value:
+    if kind in {MXFP4.value, INT4.value}:
         return 16 if mean <= 16 else 32 if mean <= 48 else 64
     return 16 if mean <= 16 else 32 if mean <= 32 else 64 if mean <= 96 else 128
 
@@ -226,7 +252,7 @@ def _tile(kind: int, block_m: int, first: bool, itemsize: int) -> Tile:
     """Returns the tile of a product for blocks of `block_m` copies."""
     if itemsize == 4:
         return block_m, 32, 128 if kind == MXFP4.value else 32, 2, 4
-    if kind == MXFP4.value:
+    if kind in {MXFP4.value, INT4.value}:
         return block_m, 64, 128, 3, 4
     if block_m <= 32:
         return block_m, 64, 128, 4, 4
@@ -248,7 +274,7 @@ def fitting_stages(tile: Tile, weight: ExpertWeight, first: bool, itemsize: int,
     elif weight.kind == FP8.value:
         stored, unpacked = numbers, numbers * itemsize
     else:
-        stored, unpacked = numbers * 9 // 16, numbers * itemsize
+        stored, unpacked = numbers * 3 // 4, numbers * itemsize
     return max(2, min(stages, (card.shared_bytes(device) - unpacked) // (inputs + stored)))
 
 
@@ -298,12 +324,13 @@ def many_rows(
         stages = fitting_stages((bm, bn, bk, stages, warps), weight, is_first, itemsize, device)
         size = target.shape[1]
         numbers, scales = weight.numbers, weight.scale_tensor(weights)
+        zeros = experts if weight.zeros is None else weight.zeros
         _grouped_kernel[(triton.cdiv(size, bn), copies.max_blocks)](
-            source, numbers, scales, source if bias is None else bias, weights, copies.order, copies.blocks, target,
-            source.stride(0),
+            source, numbers, scales, zeros, source if bias is None else bias, weights, copies.order, copies.blocks,
+            target, source.stride(0),
             N=size, K=source.shape[1], TOPK=top_k, BM=bm, BN=bn, BK=bk, STAGES=stages, KIND=weight.kind, NATIVE=native,
-            FIRST=is_first, BIAS=bias is not None, GPT_OSS=gpt_oss, **weight.scale_args(), **pdl_args(device),
-            num_warps=warps,
+            FIRST=is_first, BIAS=bias is not None, GPT_OSS=gpt_oss, ZEROS=weight.zeros is not None,
+            **weight.scale_args(), **pdl_args(device), num_warps=warps,
         )  # fmt: skip
     added = x if residual is None else residual
     block = min(1024, int(triton.next_power_of_2(hidden)))

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from engine.kernels.experts.grouped import block_rows, many_rows
 from engine.kernels.experts.routing import MAX_ROUTED, RoutingRule, norm_and_route, route, sort_copies
-from engine.kernels.experts.small import MAX_EXPERTS, MAX_SLOTS, few_rows
 from engine.kernels.experts.vector import vector_rows
 from engine.kernels.experts.weight import MXFP4, ExpertWeight
 from engine.kernels.gemm import MAX_SKINNY_ROWS, skinny_gemm
 from engine.kernels.norm import rms_norm
 
-MAX_FEW, MAX_FEW_MXFP4 = 32, 16  # Largest number of copies that `few_rows` and `vector_rows` compute faster.
+MAX_FEW, MAX_FEW_MXFP4 = 32, 16  # Largest number of copies that `vector_rows` computes faster.
+MAX_SLOTS = 16  # The most experts of a token for `vector_rows`, whose code grows with them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,19 +91,19 @@ def mixture(
         "down_bias": layer.down_bias,
     }
     shared |= {"residual": residual, "out": out, "first": rule.first}
-    native, local = converts_e4m3(x.device), layer.gate_up.shape[0]
+    native = converts_e4m3(x.device)
     if max_few is None:
         max_few = MAX_FEW_MXFP4 if mxfp4 else MAX_FEW
-    few = tokens * rule.top_k <= max_few and tokens <= MAX_ROUTED
-    if few and rule.top_k <= MAX_SLOTS and local <= MAX_EXPERTS:
+    if tokens * rule.top_k <= max_few and tokens <= MAX_ROUTED and rule.top_k <= MAX_SLOTS:
         bias, correction = layer.router_bias, layer.correction
         routed = norm_and_route(x, norm, eps, layer.router, rule, bias=bias, correction=correction)
-        if mxfp4:
-            return vector_rows(*routed, layer.gate_up, layer.down, **shared)
-        return few_rows(*routed, layer.gate_up, layer.down, native=native, **shared)
+        return vector_rows(*routed, layer.gate_up, layer.down, native=native, **shared)
     normed = rms_norm(x, norm, eps)
     weights, experts = route(router_logits(normed, layer.router, layer.router_bias), rule, layer.correction)
     copies = sort_copies(
-        experts, local, block_rows(tokens * rule.top_k, len(layer.router), layer.gate_up.kind), rule.first
+        experts,
+        layer.gate_up.shape[0],
+        block_rows(tokens * rule.top_k, len(layer.router), layer.gate_up.kind),
+        rule.first,
     )
     return many_rows(normed, weights, experts, copies, layer.gate_up, layer.down, native=native, **shared)

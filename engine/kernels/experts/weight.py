@@ -3,6 +3,7 @@
     plain   [E, N, K] in the dtype of the inputs
     fp8     e4m3 bytes [E, N, K]; float32 scales per output, or per block of 128 x 128 numbers
     mxfp4   e2m1 numbers with an e8m0 scale for 32 inputs, eight numbers in an int32
+    int4    numbers 0 to 15, eight in an int32 with the first in the lowest bits; a scale and perhaps a zero for a group
 
 The eight numbers of an mxfp4 word are placed so that a shift and a mask make two numbers of bfloat16 in one register.
 A bfloat16 has its sign in bit 15 and its lowest exponent bits and highest mantissa bit in bits 8 to 6; with the other
@@ -23,10 +24,9 @@ from torch import Tensor
 
 from common.errors import ConfigError
 
-PLAIN, FP8, MXFP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLAIN, FP8, MXFP4, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 GROUP = 32  # Inputs of an mxfp4 scale.
 FP8_BLOCK = 128  # Rows and columns of a block of e4m3 numbers that share a scale.
-MAX_SCALE = 190  # Largest e8m0 scale whose numbers fit a bfloat16 on the way, 2^63.
 _HALVES = tl.constexpr(0x81C081C0 - (1 << 32))
 _SIGNS = tl.constexpr(0x80008000 - (1 << 32))
 
@@ -35,21 +35,23 @@ _SIGNS = tl.constexpr(0x80008000 - (1 << 32))
 class ExpertWeight:
     """One matrix of all experts: E times [N, K]."""
 
-    kind: int  # PLAIN, FP8 or MXFP4.
-    numbers: Tensor  # plain: [E, N, K]. fp8: uint8 [E, N, K]. mxfp4: int32 [E, N, K / 8].
-    #: fp8: float32 [E, N, 1], or [E, N / 128, K / 128] rounded up. mxfp4: uint8 [E, N, K / 32 rounded up to 4].
+    kind: int  # PLAIN, FP8, MXFP4 or INT4.
+    numbers: Tensor  # plain: [E, N, K]. fp8: uint8 [E, N, K]. mxfp4 and int4: int32 [E, N, K / 8].
+    #: fp8: float32 [E, N, 1], or [E, N / 128, K / 128] rounded up. mxfp4: uint8 [E, N, K / 32 rounded up to 4]. int4:
+    #: float16 or float32 [E, N, groups].
     scales: Tensor | None = None
+    zeros: Tensor | None = None  # int4: uint8 [E, N, groups]; None: all zeros are 8.
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """E, N and K."""
         experts, outputs, width = self.numbers.shape
-        return experts, outputs, width * 8 if self.kind == MXFP4.value else width
+        return experts, outputs, width * 8 if self.kind in (MXFP4.value, INT4.value) else width
 
     @property
     def nbytes(self) -> int:
-        """Bytes of numbers and scales."""
-        return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """Bytes of numbers, scales and zeros."""
+        return sum(tensor.nbytes for tensor in (self.numbers, self.scales, self.zeros) if tensor is not None)
 
     def largest_step(self, inputs: int) -> int:
         """Returns how many inputs, at most `inputs`, a step of a product may have: one scale covers them."""
@@ -70,6 +72,8 @@ class ExpertWeight:
         rows, groups = self.scales.shape[1:]
         if self.kind == MXFP4.value:
             return {"SN": 1, "SK": GROUP, "SROWS": rows, "SGROUPS": groups}
+        if self.kind == INT4.value:
+            return {"SN": 1, "SK": inputs // groups, "SROWS": rows, "SGROUPS": groups}
         in_blocks = rows != outputs or groups > 1
         return {
             "SN": FP8_BLOCK if in_blocks else 1,
@@ -111,16 +115,32 @@ def mxfp4_weight(numbers: Tensor, scales: Tensor) -> ExpertWeight:
         raise ConfigError(
             f"scales {tuple(scales.shape)} do not fit MXFP4 experts {tuple(numbers.shape)}", field="model"
         )
-    if (largest := int(scales.max())) > MAX_SCALE:
-        raise ConfigError(
-            f"an MXFP4 scale is 2^{largest - 127}, at most 2^{MAX_SCALE - 127} is supported", field="model"
-        )
     words = torch.empty(experts, outputs, width // 4, dtype=torch.int32, device=numbers.device)
     for source, target in zip(numbers, words, strict=True):
         target.copy_(_pack_words(source))
     padded = scales.new_zeros(experts, outputs, -(-groups // 4) * 4)
     padded[..., :groups] = scales
     return ExpertWeight(MXFP4.value, words, padded)
+
+
+def int4_weight(numbers: Tensor, scales: Tensor, zeros: Tensor | None = None) -> ExpertWeight:
+    """Returns a weight of 4-bit numbers. The numbers share their memory with the argument.
+
+    Args:
+        numbers: uint8 [E, N, K / 2], the low nibble is the even input; K is a multiple of 32.
+        scales: float32 [E, N, groups] for groups of a multiple of 32 inputs; stored as float16 if that is exact.
+        zeros: uint8 as scales. None: all are 8.
+    """
+    experts, outputs, width = numbers.shape
+    groups = scales.shape[2]
+    fits = scales.shape[:2] == (experts, outputs) and width * 2 % (groups * GROUP) == 0
+    if not fits or (zeros is not None and zeros.shape != scales.shape):
+        raise ConfigError(
+            f"scales {tuple(scales.shape)} do not fit 4-bit experts {tuple(numbers.shape)}", field="model"
+        )
+    half = scales.half()
+    scales = half if bool((half.float() == scales).all()) else scales.contiguous()
+    return ExpertWeight(INT4.value, numbers.contiguous().view(torch.int32), scales, zeros)
 
 
 def _pack_words(numbers: Tensor) -> Tensor:
@@ -163,6 +183,21 @@ def unpack_floats(words, ROWS: tl.constexpr, K: tl.constexpr):
     p0, p1, p2, p3 = unpack_pairs(words)
     lows = tl.join(tl.join(low(p0), low(p2)), tl.join(low(p1), low(p3)))
     highs = tl.join(tl.join(high(p0), high(p2)), tl.join(high(p1), high(p3)))
+    return tl.join(lows, highs).reshape(ROWS, K)
+
+
+@triton.jit
+def _nibble(words, shift: tl.constexpr):
+    """Returns a number of 4-bit words, less 8, as fp32: 16 bits below the exponent of 128 they count ones."""
+    place = (words << (16 - shift)) if shift < 16 else (words >> (shift - 16))
+    return ((place & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True) - 136.0
+
+
+@triton.jit
+def unpack_nibbles(words, ROWS: tl.constexpr, K: tl.constexpr):
+    """Unpacks int32 words [ROWS, K / 8] of 4-bit numbers to fp32 [ROWS, K], less 8. A thread keeps its registers."""
+    lows = tl.join(tl.join(_nibble(words, 0), _nibble(words, 16)), tl.join(_nibble(words, 8), _nibble(words, 24)))
+    highs = tl.join(tl.join(_nibble(words, 4), _nibble(words, 20)), tl.join(_nibble(words, 12), _nibble(words, 28)))
     return tl.join(lows, highs).reshape(ROWS, K)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.kernels.experts.layer import ExpertLayer
 from engine.kernels.experts.routing import RoutingRule
-from engine.kernels.experts.weight import ExpertWeight, fp8_weight, mxfp4_weight, plain_weight
+from engine.kernels.experts.weight import ExpertWeight, fp8_weight, int4_weight, mxfp4_weight, plain_weight
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -17,8 +17,17 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def random_weight(
     kind: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, gen: torch.Generator
 ) -> tuple[ExpertWeight, Tensor]:
-    """Returns a weight [E, N, K] and its numbers in float64. kind: plain, fp8, fp8_block or mxfp4."""
+    """Returns a weight [E, N, K] and its numbers in float64. kind: plain, fp8, fp8_block, mxfp4, int4 or int4_zeros."""
     experts, outputs, inputs = shape
+    if kind.startswith("int4"):
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=device, generator=gen)
+        scales = (torch.rand(experts, outputs, inputs // 32, generator=gen, device=device) / 64).half().float()
+        zeros = (
+            torch.randint(0, 16, scales.shape, device=device, generator=gen).byte() if kind == "int4_zeros" else None
+        )
+        numbers = torch.stack((codes & 15, codes >> 4), -1).double().view(*scales.shape, 32)
+        exact = (numbers - (8 if zeros is None else zeros.double()[..., None])) * scales.double()[..., None]
+        return int4_weight(codes, scales, zeros), exact.view(shape)
     if kind == "mxfp4":
         codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=device, generator=gen)
         scales = torch.randint(119, 124, (experts, outputs, inputs // 32), device=device, generator=gen)
@@ -118,8 +127,10 @@ class ExpertCase:
         """Returns the case of a rank with the experts first .. first + count - 1."""
 
         def cut(weight: ExpertWeight) -> ExpertWeight:
-            scales = None if weight.scales is None else weight.scales[first : first + count]
-            return replace(weight, numbers=weight.numbers[first : first + count], scales=scales)
+            names = "numbers", "scales", "zeros"
+            return replace(
+                weight, **{n: t[first : first + count] for n in names if (t := getattr(weight, n)) is not None}
+            )
 
         layer = self.layer
         biases = {
