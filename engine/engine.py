@@ -132,8 +132,9 @@ class Engine:
             tensor_parallel=self._builder.shard.size,
             num_kv_heads=self._builder.shard.shard_spec(spec).num_kv_heads,
             head_dim=spec.head_dim,
+            latent_dim=spec.latent_dim,
             block_size=config.block_size,
-            dtype=config.resolve_kv_dtype(device),
+            dtype=config.resolve_kv_dtype(device, latent=spec.latent_dim > 0),
             **({} if draft is None else draft.layout_fields(device)),
         )
         self._fingerprint = self.layout.fingerprint

@@ -80,7 +80,7 @@ def pack(embedding: Embedding, layers: list[nn.Module], head: Linear | Embedding
             attention.packed_kv = _packed(attention.kv.weight)  # a slice of packed numbers is not possible
     for layer in layers:
         for module in layer.modules():
-            if isinstance(module, Linear) and module.scales is None:
+            if isinstance(module, Linear) and module.scales is None and not module.plain:
                 module.packed = _packed(module.weight)
                 _free(module)
     head.packed = _packed(head.weight)

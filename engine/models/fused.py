@@ -147,6 +147,7 @@ class FusedOps(TorchOps):
                 scale=router.scale,
                 groups=router.groups,
                 top_groups=router.top_groups,
+                group_best=router.group_best,
                 first=experts.first,
             ),
             gate_up=weight(experts.gate_up, experts.gate_up_scales),
