@@ -29,6 +29,7 @@ from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
 from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
+from engine.attention.latent import LatentAttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
@@ -378,7 +379,8 @@ class Engine:
         attention: AttentionClass = TritonAttention if on_gpu else TorchAttention
         fixed_attention: AttentionClass = FixedOrderAttention if on_gpu else RowWiseAttention
         spec = self._builder.shard.shard_spec(self.spec)
-        backend = (fixed_attention if fixed else attention)(
+        target_attention: AttentionClass = LatentAttentionBackend if on_gpu and spec.latent_dim else attention
+        backend = (fixed_attention if fixed else target_attention)(
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
         draft = None if make_draft is None else make_draft(kv, attention)
