@@ -47,6 +47,7 @@ LATENT: dict[str, Any] = EXPERTS | {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
 }
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
@@ -60,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4-moe-shared-expert": EXPERTS
     | {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 6, "n_shared_experts": 1, "n_group": 2}
     | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.5, "use_qk_norm": True},
-    "deepseek-v2": LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "num_hidden_layers": 2},
+    "deepseek-v2": LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None},
     "deepseek-v3": LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 20, "rope_interleave": False},
     "granite-moe": EXPERTS
     | {"architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 6, "intermediate_size": 20}
