@@ -120,8 +120,9 @@ class Rank:
         assert self._model is not None
         self._kv = kv = KVPool(KVLayout(**message.fields["layout"]), message.fields["num_blocks"], self._device)
         spec, self._cache = self._model.spec, kv.layers()
-        on_gpu = LatentAttentionBackend if spec.latent_dim else TritonAttention
-        kind = on_gpu if self._device.type == "cuda" else TorchAttention
+        kind: type[TritonAttention] | type[TorchAttention] = TorchAttention
+        if self._device.type == "cuda":
+            kind = LatentAttentionBackend if spec.latent_dim else TritonAttention
         score: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap}
         self._attention = kind(self._cache, spec.num_heads, spec.windows, kv.dummy_block, **score)
         self._on_pool(kv)
