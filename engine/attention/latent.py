@@ -41,7 +41,9 @@ class LatentAttentionBackend(TritonAttention):
     def _plan(self, span: RowSpan, window: int | None) -> DecodePlan:
         sizes = {"num_kv_heads": 1, "head_dim": self._head_dim, "itemsize": self._itemsize}
         tile = self._latent.decode_tile(self._tile(span.max_new))
-        return self._decode.plan_decode(span.cu_q, span.seq_lens, self._workspace(span.max_new), tile=tile, **sizes)
+        rows = span.cu_q, span.seq_lens, self._workspace(span.max_new)
+        plan: DecodePlan = self._decode.plan_decode(*rows, tile=tile, **sizes)
+        return plan
 
     def _workspace(self, max_new: int) -> DecodeWorkspace:
         if max_new not in self._workspaces:

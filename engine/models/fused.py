@@ -122,12 +122,14 @@ class FusedOps(TorchOps):
         cache: LayerKV,
         positions: Tensor,
         metadata: TritonMetadata,
-        **queries: Tensor,
+        query: Tensor | None = None,
+        rotated: Tensor | None = None,
     ) -> None:
-        """Writes new latents [T, rank + rope_dim] to the pool; `queries` are the arguments of `latent_write`."""
+        """Writes new latents [T, rank + rope_dim] to the pool, and rotates queries as `latent_write` does."""
         norm, tables = attention.kv_norm, (self._cos, self._sin)
         places = cache, positions, metadata.slot_mapping
-        latent_write(latent, norm.weight, norm.eps, *places, *tables, interleaved=attention.interleaved, **queries)
+        options: dict[str, Any] = {"interleaved": attention.interleaved, "query": query, "rotated": rotated}
+        latent_write(latent, norm.weight, norm.eps, *places, *tables, **options)
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         if len(x) == 1:
