@@ -4,6 +4,7 @@ The pool is uint8[num_blocks, block_bytes]. A block is one contiguous range with
 descriptor. Its segments follow each other:
 
     kv             [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
+                   [num_layers, 1, 1, block_size, head_dim]              with multi-head latent attention
     scales         [num_layers, num_kv_heads, block_size, 2 (K, V)]      with an 8-bit dtype
     draft_kv       as kv, of the draft model                             with a draft model
     draft_scales   as scales, of the draft model                         with a draft model and an 8-bit dtype
@@ -62,6 +63,9 @@ class KVLayout:
     #: Of keys and values: float32, bfloat16, float16, or float8_e4m3 with a scale per layer, head, token and K or V.
     dtype: str
     version: int = LAYOUT_VERSION
+    #: Multi-head latent attention: a token has one vector of head_dim numbers in each layer, and the first latent_dim
+    #: of them are also its value. 0: keys and values are separate vectors.
+    latent_dim: int = field(default=0, kw_only=True)
     draft_layers: int = 0  # Layers of the draft model or EAGLE head; 0: none.
     draft_kv_heads: int = 0
     draft_head_dim: int = 0
@@ -70,20 +74,21 @@ class KVLayout:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        segments = self._kv("", self.num_layers, self.num_kv_heads, self.head_dim, 0)
+        vectors = 1 if self.latent_dim else 2
+        segments = self._kv("", self.num_layers, vectors, self.num_kv_heads, self.head_dim, 0)
         if self.draft_layers:
-            sizes = (self.draft_layers, self.draft_kv_heads, self.draft_head_dim)
+            sizes = (self.draft_layers, 2, self.draft_kv_heads, self.draft_head_dim)
             segments += self._kv("draft_", *sizes, segments[-1].end)
         if self.draft_state:
             dtype = SCALE_DTYPE if self.dtype == FP8_DTYPE else self.dtype
             segments += (Segment("draft_state", (self.draft_state,), dtype, segments[-1].end),)
         return segments
 
-    def _kv(self, prefix: str, layers: int, heads: int, dim: int, offset: int) -> tuple[Segment, ...]:
-        kv = Segment(prefix + "kv", (layers, 2, heads, self.block_size, dim), self.dtype, offset)
+    def _kv(self, prefix: str, layers: int, vectors: int, heads: int, dim: int, offset: int) -> tuple[Segment, ...]:
+        kv = Segment(prefix + "kv", (layers, vectors, heads, self.block_size, dim), self.dtype, offset)
         if self.dtype != FP8_DTYPE:
             return (kv,)
-        return (kv, Segment(prefix + "scales", (layers, heads, self.block_size, 2), SCALE_DTYPE, kv.end))
+        return (kv, Segment(prefix + "scales", (layers, heads, self.block_size, vectors), SCALE_DTYPE, kv.end))
 
     @property
     def block_bytes(self) -> int:
@@ -94,14 +99,16 @@ class KVLayout:
     def fingerprint(self) -> str:
         """Hash of the layout, 32 hex digits, equal in every process.
 
-        It covers draft_* fields only with a draft model, tensor_parallel only above 1, and weights only if they are
-        quantised, so that layouts without them keep the fingerprint of older versions.
+        It covers draft_* fields only with a draft model, tensor_parallel only above 1, weights only if they are
+        quantised, and latent_dim only if it is set, so that layouts without them keep their older fingerprint.
         """
         covered = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
         if self.tensor_parallel == 1:
             covered.remove("tensor_parallel")
         if not self.weights:
             covered.remove("weights")
+        if not self.latent_dim:
+            covered.remove("latent_dim")
         text = "\n".join(f"{name}={getattr(self, name)}" for name in covered)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -72,10 +72,16 @@ class EngineConfig(PodEngineSettings):
             return "float32"
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
 
-    def resolve_kv_dtype(self, device: torch.device) -> str:
-        """Returns the dtype of the KV layout, the model's or float8_e4m3. ConfigError if the GPU cannot convert it."""
+    def resolve_kv_dtype(self, device: torch.device, *, latent: bool) -> str:
+        """Returns the dtype of the KV layout, the model's or float8_e4m3.
+
+        ConfigError if the GPU cannot convert float8_e4m3, or if the model has latent attention (`latent`).
+        """
         if self.kv_dtype == "auto":
             return self.resolve_dtype(device)
+        if latent:
+            text = "kv_dtype fp8_e4m3 is not supported for models with latent attention (MLA): use auto"
+            raise ConfigError(text, field="kv_dtype")
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             name = torch.cuda.get_device_name(device)
             raise ConfigError(f"kv_dtype fp8_e4m3 needs compute capability 8.9, {name} has less", field="kv_dtype")

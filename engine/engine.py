@@ -29,6 +29,7 @@ from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
 from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
+from engine.attention.latent import LatentAttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
@@ -132,8 +133,9 @@ class Engine:
             tensor_parallel=self._builder.shard.size,
             num_kv_heads=self._builder.shard.shard_spec(spec).num_kv_heads,
             head_dim=spec.head_dim,
+            latent_dim=spec.latent_dim,
             block_size=config.block_size,
-            dtype=config.resolve_kv_dtype(device),
+            dtype=config.resolve_kv_dtype(device, latent=spec.latent_dim > 0),
             **({} if draft is None else draft.layout_fields(device)),
         )
         self._fingerprint = self.layout.fingerprint
@@ -377,7 +379,8 @@ class Engine:
         attention: AttentionClass = TritonAttention if on_gpu else TorchAttention
         fixed_attention: AttentionClass = FixedOrderAttention if on_gpu else RowWiseAttention
         spec = self._builder.shard.shard_spec(self.spec)
-        backend = (fixed_attention if fixed else attention)(
+        target_attention: AttentionClass = LatentAttentionBackend if on_gpu and spec.latent_dim else attention
+        backend = (fixed_attention if fixed else target_attention)(
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
         draft = None if make_draft is None else make_draft(kv, attention)

@@ -98,6 +98,7 @@ class Layout(_message.Message):
     DRAFT_REVISION_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    LATENT_DIM_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of the layout scheme."""
     model: _builtins.str
@@ -130,6 +131,8 @@ class Layout(_message.Message):
     """Ranks that the KV heads are split over; 0 means 1."""
     weights: _builtins.str
     """How the weights are quantised, in words; empty: not at all."""
+    latent_dim: _builtins.int
+    """Multi-head latent attention: the first numbers of a token's vector are its value; 0: values are separate."""
     def __init__(
         self,
         *,
@@ -149,10 +152,11 @@ class Layout(_message.Message):
         draft_revision: _builtins.str = ...,
         tensor_parallel: _builtins.int = ...,
         weights: _builtins.str = ...,
+        latent_dim: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "head_dim", b"head_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "head_dim", b"head_dim", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

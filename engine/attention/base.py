@@ -89,11 +89,11 @@ class AttentionBackend(Protocol[M]):
         window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Writes new keys and values, then attends. Returns [T, heads, head_dim].
+        """Writes new keys and values, then attends. Returns [T, heads, value_dim].
 
         Args:
             query: [T, heads, head_dim]; may be a strided view.
-            kv: [T, 2, kv_heads, head_dim] with rotated keys; may be a strided view.
+            kv: [T, 2, kv_heads, head_dim] with rotated keys, or latents [T, 1, 1, head_dim]; may be a strided view.
             cache: one layer of the pool.
             window: number of tokens that a query sees, itself included. None: all.
             sinks: [heads], a logit of each head that takes part in the softmax, without a value. None: there is none.

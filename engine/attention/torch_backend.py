@@ -40,7 +40,7 @@ class TorchMetadata:
 
     block: Tensor | None  # int64 [T], the physical block of each new token. None: nothing is written.
     offset: Tensor  # int64 [T], the offset of each new token in its block.
-    #: int64 [T * 2 * kv_heads], the places of the new keys and values in layers with `geometry`, see `_matrix`.
+    #: int64 [T * 2 * kv_heads] ([T] of latents), places of the new vectors in layers with `geometry`, see `_matrix`.
     vectors: Tensor | None
     geometry: tuple[int, ...]  # See `_geometry`. The layers of a draft model may differ from those of the target.
     groups: tuple[RowGroup, ...]
@@ -66,7 +66,9 @@ class TorchAttention:
         first_position: int = 0,
     ) -> None:
         kv = layers[0].kv
-        _, _, self._kv_heads, self._block_size, self._head_dim = kv.shape
+        # A token and head has a key and a value, or one latent vector, see `KVLayout.latent_dim`.
+        _, self._vectors, self._kv_heads, self._block_size, self._head_dim = kv.shape
+        self._value_dim = layers[0].value_dim
         self._heads_per_kv = num_heads // self._kv_heads
         self._windows = tuple(dict.fromkeys(windows))
         self._pad_block, self._first = pad_block, first_position
@@ -93,7 +95,7 @@ class TorchAttention:
         block, offset = table[row_of, position // self._block_size], position % self._block_size
         vectors: Tensor | None = None
         if self._vectors_per_block is not None:
-            rows = np.arange(2 * self._kv_heads) * self._block_size
+            rows = np.arange(self._vectors * self._kv_heads) * self._block_size
             vectors = self._tensor(((block * self._vectors_per_block + offset)[:, None] + rows).reshape(-1))
         places = self._tensor(block), self._tensor(offset), vectors, self._geometry
         return TorchMetadata(*places, groups, np.cumsum(num_new), table, step)
@@ -128,7 +130,7 @@ class TorchAttention:
         self.write(kv, cache, metadata)
         if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
             return self._attend_group(query, cache, metadata.groups[0], window, sinks)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = query.new_empty(*query.shape[:2], self._value_dim)
         for group in metadata.groups:
             assert group.tokens is not None
             result = self._attend_group(query[group.tokens], cache, group, window, sinks)
@@ -141,7 +143,7 @@ class TorchAttention:
     def _attend_group(
         self, query: Tensor, cache: LayerKV, group: RowGroup, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attends with query [rows * width, heads, head_dim]. Returns the same shape."""
+        """Attends with query [rows * width, heads, head_dim]. Returns [rows * width, heads, value_dim]."""
         rows, width, fold, dim = group.rows, group.width, self._heads_per_kv, self._head_dim
         keys, values = self._gather(cache, group, query.dtype)
         if width > 1:
@@ -161,22 +163,21 @@ class TorchAttention:
             weights = scores.softmax(-1)[..., : keys.shape[2]]
             out = weights.to(values.dtype) @ values
         if width > 1:
-            out = out.reshape(rows, self._kv_heads, fold, width, dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(rows * width, self._kv_heads * fold, dim)
+            out = out.reshape(rows, self._kv_heads, fold, width, self._value_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(rows * width, self._kv_heads * fold, self._value_dim)
 
     def _gather(self, cache: LayerKV, group: RowGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Reads the keys and values of a group, [rows, kv_heads, context, head_dim] each."""
-        heads, size, dim = self._kv_heads, self._block_size, self._head_dim
+        """Reads the keys [rows, kv_heads, context, head_dim] and the values [rows, kv_heads, context, value_dim]."""
+        heads, size, dim, vectors = self._kv_heads, self._block_size, self._head_dim, self._vectors
         if self._rows_per_block is None:
-            both = cache.kv[group.gather].permute(2, 0, 3, 1, 4, 5).reshape(2, group.rows, heads, -1, dim)
+            both = cache.kv[group.gather].permute(2, 0, 3, 1, 4, 5).reshape(vectors, group.rows, heads, -1, dim)
         else:
             rows = _matrix(cache.kv, size * dim).index_select(0, group.gather)
-            both = rows.view(2, group.rows, heads, -1, dim)
+            both = rows.view(vectors, group.rows, heads, -1, dim)
         if cache.scales is not None:
-            scales = cache.scales[group.gather].permute(4, 0, 2, 1, 3).reshape(2, group.rows, heads, -1)
+            scales = cache.scales[group.gather].permute(4, 0, 2, 1, 3).reshape(vectors, group.rows, heads, -1)
             both = dequantize_e4m3(both, scales, dtype)
-        keys, values = both.unbind(0)
-        return keys, values
+        return both[0], both[-1, ..., : self._value_dim]
 
     def _group(self, rows: np.ndarray, step: StepLayout, *, alone: bool) -> RowGroup:
         starts, num_new = step.starts[rows], step.num_new[rows]
@@ -199,7 +200,7 @@ class TorchAttention:
         """Returns `blocks` [rows, n] as indices for `_gather`: rows of the pool's matrix if it is one, else blocks."""
         if self._rows_per_block is None:
             return blocks
-        kv = np.arange(2)[:, None, None, None] * self._kv_heads
+        kv = np.arange(self._vectors)[:, None, None, None] * self._kv_heads
         head = np.arange(self._kv_heads)[None, None, :, None]
         return (blocks[None, :, None, :] * self._rows_per_block + kv + head).reshape(-1)
 

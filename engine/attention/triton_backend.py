@@ -112,6 +112,7 @@ class TritonAttention:
         self._kv_write = kv_write
         self._first_layer = layer = layers[0]
         self._kv_heads, self._block_size, self._head_dim = layer.num_kv_heads, layer.block_size, layer.head_dim
+        self._value_dim = layer.value_dim
         self._num_heads, self._pad_block, self._first = num_heads, pad_block, first_position
         self._group = num_heads // self._kv_heads
         self._windows = tuple(dict.fromkeys(windows))
@@ -255,7 +256,7 @@ class TritonAttention:
         """Attends. `write` or `rope_kv_write` has already written the new keys and values to the cache."""
         if metadata.decode is None and not metadata.paged and len(metadata.dense_rows) == 1:
             return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window, sinks)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = query.new_empty(*query.shape[:2], self._value_dim)
         if (span := metadata.decode) is not None:
             plan = metadata.plans[window]
             self._attend_decode(query[span.tokens], cache, span, plan, sinks, out[span.tokens])

@@ -13,6 +13,12 @@ SHARED_BYTES = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 2
 
 
 @cache
+def has_wgmma(device: torch.device) -> bool:
+    """Returns whether a group of four warps multiplies matrices in shared memory (Hopper). Without a GPU: True."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def shared_bytes(device: torch.device) -> int:
     """Returns the bytes of shared memory that one program may have. Without a GPU: those of an H100.
 

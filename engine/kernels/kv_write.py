@@ -26,7 +26,7 @@ def _kv_write_kernel(
     FP8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1)  # 0: keys, 1: values
+    which = tl.program_id(1)  # 0: keys or latents, 1: values
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot >= 0:
         heads = tl.arange(0, triton.next_power_of_2(HEADS))
@@ -47,10 +47,13 @@ def _kv_write_kernel(
 
 
 def kv_write(new: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
-    """Writes rotated keys and values, new [tokens, 2, kv_heads, D]; `slot_mapping` is that of `rope_kv_write`."""
+    """Writes rotated keys and values, new [tokens, 2, kv_heads, D], or latents, new [tokens, 1, 1, D].
+
+    `slot_mapping` is that of `rope_kv_write`.
+    """
     assert new.stride(3) == 1
     sizes, fp8 = {"HEADS": layer.num_kv_heads, "D": layer.head_dim, "BS": layer.block_size}, layer.scales is not None
-    _kv_write_kernel[(new.shape[0], 2)](
+    _kv_write_kernel[new.shape[:2]](
         new, pool_args(layer, torch.int16), slot_mapping, *new.stride()[:3], **sizes, FP8=fp8, num_warps=4
     )
 

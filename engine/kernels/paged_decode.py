@@ -379,14 +379,34 @@ def paged_decode(
         SINKS=sinks is not None, ONE=max_query == 1, WARPS=tile.warps if per_warp else 0,
         num_warps=tile.warps, **pdl_args(q.device),
     )  # fmt: skip
+    merge_parts(
+        plan, workspace, cu_q, out, num_seqs=num_seqs, num_kv_heads=num_kv_heads, max_query=max_query, sinks=sinks
+    )
+    return out
+
+
+def merge_parts(
+    plan: DecodePlan,
+    workspace: DecodeWorkspace,
+    cu_q: Tensor,
+    out: Tensor,
+    *,
+    num_seqs: int,
+    num_kv_heads: int,
+    max_query: int,
+    sinks: Tensor | None = None,
+) -> None:
+    """Merges the parts of split pairs into out [tokens, heads, D]. Arguments are those of `paged_decode`."""
+    num_heads, dim = out.shape[1:]
+    group, programs = num_heads // num_kv_heads, plan.first_seq.shape[0]
+    rows, dim_padded = workspace.part.shape[1:]
     splits, merged, dims = _merge_shape(programs, num_seqs * num_kv_heads, group * max_query, dim_padded)
     _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged) * (dim_padded // dims))](
-        plan.cum, cu_q, q if sinks is None else sinks, out, workspace.part, workspace.part_lse, *out.stride()[:2],
+        plan.cum, cu_q, out if sinks is None else sinks, out, workspace.part, workspace.part_lse, *out.stride()[:2],
         num_seqs, programs,
         HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded,
-        SINKS=sinks is not None, num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_args(q.device),
+        SINKS=sinks is not None, num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_args(out.device),
     )  # fmt: skip
-    return out
 
 
 def _merge_shape(programs: int, pairs: int, rows: int, dim: int) -> tuple[int, int, int]:

@@ -40,8 +40,10 @@ class LayerKV:
     - A code and a scale of zero bytes read as 0.0, so a zeroed pool is valid.
     """
 
-    kv: Tensor  # [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; uint8 for e4m3
+    #: [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; uint8 for e4m3. [num_blocks, 1, 1, ...] for latents.
+    kv: Tensor
     scales: Tensor | None = None  # bfloat16 [num_blocks, kv_heads, block_size, 2 (K, V)] for e4m3, else None
+    latent_dim: int = 0  # Above 0: the first numbers of a key are also its value, see `KVLayout.latent_dim`.
 
     def __post_init__(self) -> None:
         assert (self.scales is not None) == (self.kv.dtype == torch.uint8)
@@ -59,6 +61,11 @@ class LayerKV:
     @property
     def head_dim(self) -> int:
         return self.kv.shape[4]
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value."""
+        return self.latent_dim or self.head_dim
 
 
 class KVPool:
@@ -89,7 +96,8 @@ class KVPool:
         kv = self.segment_view(prefix + "kv").unbind(1)
         scaled = prefix + "scales" in names
         scales = self.segment_view(prefix + "scales").unbind(1) if scaled else [None] * len(kv)
-        return tuple(LayerKV(*layer) for layer in zip(kv, scales, strict=True))
+        latent_dim = 0 if prefix else self.layout.latent_dim
+        return tuple(LayerKV(*layer, latent_dim) for layer in zip(kv, scales, strict=True))
 
     def segment_view(self, name: str) -> Tensor:
         """Returns a view of one segment of the KV layout, [num_blocks + 2, *shape]."""

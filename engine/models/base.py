@@ -37,6 +37,11 @@ class ModelShape:
     max_position: int  # Longest sequence in tokens that the position embedding supports.
     eos_token_ids: tuple[int, ...]  # Of config.json and generation_config.json; `Engine` adds the tokenizer's.
 
+    @property
+    def latent_dim(self) -> int:
+        """`KVLayout.latent_dim` of the model's KV."""
+        return 0
+
 
 class ForwardContext(NamedTuple):
     """The KV pool and the attention of a forward pass."""

@@ -82,7 +82,8 @@ def pack(
     A head that is the embedding keeps its plain weight too, which `F.embedding` reads. keep_head: keep that of another
     head, for a draft model. row_weights: make `Linear.row_weight` of a small model.
     """
-    linears = [m for layer in layers for m in layer.modules() if isinstance(m, Linear) and m.scales is None]
+    modules = [m for layer in layers for m in layer.modules() if isinstance(m, Linear)]
+    linears = [linear for linear in modules if linear.scales is None and not linear.plain]
     row_weights = row_weights and sum(m.weight.nbytes for m in (*linears, head)) <= MAX_BOTH_FORMS_BYTES
     last = [module for module in layers[-1].modules() if isinstance(module, Attention)]
     for attention in last:

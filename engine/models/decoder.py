@@ -7,8 +7,8 @@ the last layer's attention also runs for these rows only, and the other tokens g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,11 @@ from common.errors import ConfigError
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
-from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
+from engine.models.layers import MLP, Attention, Embedding, LatentAttention, Linear, RMSNorm, allocate
 from engine.models.moe import Experts, MoE
-from engine.models.ops import AllReduce, AttentionFn, RowWiseOps, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
+from engine.models.ops import AllReduce, LatentProjections, RowWiseOps, TorchOps, rms_norm_torch, rope_tables
 from engine.models.single_row import SingleRowOps
-from engine.models.spec import ModelSpec
+from engine.models.spec import LatentModelSpec, ModelSpec
 from engine.quantization.scheme import Quantization
 from engine.quantization.weight import QuantizedWeight
 
@@ -31,6 +31,9 @@ from engine.quantization.weight import QuantizedWeight
 MAX_SINGLE_ROWS = 8
 MIN_TOKENS_PER_ROW = 128
 
+#: The attention, or the KV write, of a step: the function that `TorchOps` makes for the layers' kind of attention.
+StepFn = Callable[[Any, Any, LayerKV], Any]
+
 
 class Layer(nn.Module):
     """Decoder layer `index`: attention and MLP or experts, each with a norm before it and a residual add after it."""
@@ -38,7 +41,11 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm("input_layernorm", spec.hidden_size, spec.norm_eps)
-        self.attention = Attention(spec, spec.windows[index])
+        self.attention: Attention | LatentAttention
+        if isinstance(spec, LatentModelSpec):
+            self.attention = LatentAttention(spec)
+        else:
+            self.attention = Attention(spec, spec.windows[index])
         self.mlp_norm = RMSNorm("post_attention_layernorm", spec.hidden_size, spec.norm_eps)
         self.mlp: MLP | MoE
         if spec.moe is not None and spec.has_experts(index):
@@ -46,10 +53,15 @@ class Layer(nn.Module):
         else:
             self.mlp = MLP(spec)
 
-    def forward(self, x: Tensor, cache: LayerKV, ops: TorchOps, attend: AttentionFn, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerKV, ops: TorchOps, attend: StepFn, rows: Tensor | None) -> Tensor:
         """Returns the residual stream after this layer, of all tokens or of `rows`. Overwrites x."""
-        qkv = ops.norm_linear(x, self.attention_norm, self.attention.qkv)
-        attended = attend(qkv, self.attention, cache)
+        attention = self.attention
+        projected: Tensor | LatentProjections
+        if isinstance(attention, LatentAttention):
+            projected = ops.latent_projections(x, self.attention_norm, attention)
+        else:
+            projected = ops.norm_linear(x, self.attention_norm, attention.qkv)
+        attended = attend(projected, attention, cache)
         if rows is not None:
             x, attended = x[rows], attended[rows]
         x = ops.add_linear(x, attended, self.attention.out)
@@ -58,9 +70,10 @@ class Layer(nn.Module):
         gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
         return ops.add_linear(x, gated, self.mlp.down)
 
-    def write_kv(self, x: Tensor, cache: LayerKV, ops: TorchOps, write: WriteKVFn) -> None:
+    def write_kv(self, x: Tensor, cache: LayerKV, ops: TorchOps, write: StepFn) -> None:
         """Computes and writes the keys and values of all tokens, without attention and MLP."""
-        write(ops.norm_linear(x, self.attention_norm, self.attention.kv), self.attention, cache)
+        kv = self.attention.kv_down if isinstance(self.attention, LatentAttention) else self.attention.kv
+        write(ops.norm_linear(x, self.attention_norm, kv), self.attention, cache)
 
 
 class Decoder(nn.Module):
@@ -96,6 +109,7 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
             self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps)
             own_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
+            own_head.plain = True
             self.head = self.embedding if spec.tie_word_embeddings else own_head
             self.capturable = device.type == "cuda" if fused is None else fused
             if quantization is not None:
@@ -120,7 +134,9 @@ class Decoder(nn.Module):
                         field="model",
                     )
             linear.scheme = schemes[first]
-            if linear.scheme is not None and linear is not self.head:  # the head is dequantised when it is loaded
+            if linear.plain and linear.scheme is not None and linear.scheme.layout == "load":
+                linear.scheme = None
+            if linear.scheme is not None and not linear.plain:
                 linear.weight = nn.Parameter(torch.empty(0))
         for prefix, experts in self.experts():
             schemes = {prefix + name: quantization.scheme_of(prefix + name) for name in experts.projection_names()}
@@ -155,12 +171,12 @@ class Decoder(nn.Module):
     def place(self, linear: Linear, weight: QuantizedWeight) -> None:
         """Gives a layer with a scheme its weight."""
         self.quantized_bytes += weight.nbytes
-        if linear is self.head:
-            linear.weight.copy_(weight.dequantize(linear.weight.dtype))
+        if linear.plain:
+            linear.weight.copy_(weight.dequantize(linear.weight.dtype, linear.in_features))
         else:
             self._ops.place(linear, weight, self.embedding.weight.dtype)
             attention = self.layer_list[-1].attention
-            if linear is attention.qkv:
+            if isinstance(attention, Attention) and linear is attention.qkv:
                 self._ops.place_kv(attention, weight, self.embedding.weight.dtype)
 
     @property
@@ -177,23 +193,31 @@ class Decoder(nn.Module):
     def _forward(
         self, ops: TorchOps, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
-        attend, hook, last = ops.attention_for(positions, context), context.layer_hook, self.layer_list[-1]
+        attend, hook, last = self._attention_for(ops, positions, context), context.layer_hook, self.layer_list[-1]
         x, cache = self._run_body(ops, tokens, context, attend), context.cache[len(self.layers) - 1]
         if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
-            last.write_kv(x, cache, ops, ops.kv_write_for(positions, context))
+            last.write_kv(x, cache, ops, self._kv_write_for(ops, positions, context))
             context = context._replace(metadata=context.backend.select_tokens(context.metadata, rows, positions))
-            x, attend, rows = x[rows], ops.attention_for(positions[rows], context), None
+            x, attend, rows = x[rows], self._attention_for(ops, positions[rows], context), None
         x = last.forward(x, cache, ops, attend, rows)
         if hook is not None:
             hook(len(self.layers), x)
         return x
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
-        x = self._run_body(self._ops, tokens, context, self._ops.attention_for(positions, context))
-        write = self._ops.kv_write_for(positions, context)
+        x = self._run_body(self._ops, tokens, context, self._attention_for(self._ops, positions, context))
+        write = self._kv_write_for(self._ops, positions, context)
         self.layer_list[-1].write_kv(x, context.cache[len(self.layers) - 1], self._ops, write)
 
-    def _run_body(self, ops: TorchOps, tokens: Tensor, context: ForwardContext, attend: AttentionFn) -> Tensor:
+    def _attention_for(self, ops: TorchOps, positions: Tensor, context: ForwardContext) -> StepFn:
+        latent = isinstance(self.spec, LatentModelSpec)
+        return (ops.latent_attention_for if latent else ops.attention_for)(positions, context)
+
+    def _kv_write_for(self, ops: TorchOps, positions: Tensor, context: ForwardContext) -> StepFn:
+        latent = isinstance(self.spec, LatentModelSpec)
+        return (ops.latent_write_for if latent else ops.kv_write_for)(positions, context)
+
+    def _run_body(self, ops: TorchOps, tokens: Tensor, context: ForwardContext, attend: StepFn) -> Tensor:
         """Returns the residual stream [T, hidden] before the last layer."""
         x = F.embedding(tokens, self.embedding.weight)
         if self.spec.embedding_multiplier != 1.0:
@@ -250,7 +274,7 @@ def make_ops(
 
     deterministic: in one order of sums, for weights that are not quantised.
     """
-    cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
+    cos, sin = rope_tables(spec.rope, spec.rope_dim, max_len)
     if fused:
         if quantized:
             from engine.models.fused_quantized import QuantizedFusedOps as Ops

@@ -25,12 +25,21 @@ from engine.kernels.experts.routing import RoutingRule
 from engine.kernels.experts.weight import ExpertWeight, fp8_weight, int4_weight, mxfp4_weight, plain_weight
 from engine.kernels.gemm import MAX_SKINNY_ROWS, MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm, supports_gemm_swiglu
 from engine.kernels.kv_write import rope_kv_write
+from engine.kernels.latent.write import latent_write
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
-from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
+from engine.models.layers import Attention, Embedding, LatentAttention, Linear, LinearSlice, RMSNorm
 from engine.models.moe import MoE
-from engine.models.ops import AttentionFn, TorchOps, WriteKVFn, float32_product
+from engine.models.ops import (
+    AttentionFn,
+    LatentAttentionFn,
+    LatentProjections,
+    TorchOps,
+    WriteKVFn,
+    WriteLatentFn,
+    float32_product,
+)
 from engine.quantization.weight import FIXED_ZERO
 
 #: Largest output projection that one row brings to the L2 cache while it attends: half of an H100's cache.
@@ -86,6 +95,47 @@ class FusedOps(TorchOps):
             else:
                 split = part.view(-1, count, dim)
                 split.copy_(self._joint_norm(split, norm))
+
+    def latent_attention_for(self, positions: Tensor, context: ForwardContext) -> LatentAttentionFn:
+        backend, metadata = cast(TritonAttention, context.backend), context.metadata
+
+        def attend(projected: LatentProjections, attention: LatentAttention, cache: LayerKV) -> Tensor:
+            query, rotating = attention.split_query(projected.query)
+            tokens, heads, rank = len(query), attention.heads, attention.rank
+            absorbed = query.new_empty(tokens, heads, rank + attention.rope_dim)
+            torch.bmm(query.transpose(0, 1), attention.key_up, out=absorbed[..., :rank].transpose(0, 1))
+            # Attention starts while this kernel ends, so this one comes after the product.
+            self._write_latents(
+                projected.latent, attention, cache, positions, metadata, query=rotating, rotated=absorbed[..., rank:]
+            )
+            attended = backend.attend_written(absorbed, projected.latent, cache, metadata, None)
+            values = query.new_empty(tokens, heads, attention.value_dim)
+            torch.bmm(attended.transpose(0, 1), attention.value_up.transpose(1, 2), out=values.transpose(0, 1))
+            return values.flatten(1)
+
+        return attend
+
+    def latent_write_for(self, positions: Tensor, context: ForwardContext) -> WriteLatentFn:
+        def write(latent: Tensor, attention: LatentAttention, cache: LayerKV) -> None:
+            self._write_latents(latent, attention, cache, positions, context.metadata)
+
+        return write
+
+    def _write_latents(
+        self,
+        latent: Tensor,
+        attention: LatentAttention,
+        cache: LayerKV,
+        positions: Tensor,
+        metadata: TritonMetadata,
+        query: Tensor | None = None,
+        rotated: Tensor | None = None,
+    ) -> None:
+        """Writes new latents [T, rank + rope_dim] to the pool, and rotates queries as `latent_write` does."""
+        norm, tables = attention.kv_norm, (self._cos, self._sin)
+        places = cache, positions, metadata.slot_mapping
+        options: dict[str, Any] = {"interleaved": attention.interleaved, "query": query, "rotated": rotated}
+        latent_write(latent, norm.weight, norm.eps, *places, *tables, **options)
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         if len(x) == 1:
@@ -158,6 +208,7 @@ class FusedOps(TorchOps):
                 scale=router.scale,
                 groups=router.groups,
                 top_groups=router.top_groups,
+                group_best=router.group_best,
                 first=experts.first,
             ),
             gate_up=weight("gate_up"),

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.models.spec import ModelSpec
+from engine.models.spec import LatentModelSpec, ModelSpec
 from engine.quantization.inputs import InputRounding
 from engine.quantization.scheme import Scheme
+
+LATENT_EPS = 1e-6  # Of the norms of latents; config.json has no field for it.
 
 
 class Target(NamedTuple):
@@ -48,6 +50,7 @@ class Linear(nn.Linear):
     prepared: Any = None  # A quantised weight in the form that the kernels read; `weight` stays empty.
     rounding: InputRounding | None = None  # Rounds the inputs of a product with a dequantised weight.
     multiplier = 1.0  # Factor on the product where it is added to the residual stream.
+    plain = False  # The weight has the model's dtype in any case: a quantised one is dequantised when it is loaded.
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool, split: int | None = None) -> None:
         super().__init__(inputs, sum(parts.values()), bias=bias)
@@ -170,6 +173,53 @@ class Attention(nn.Module):
             self.prepared_kv,
             self.qkv.rounding,
         )
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (`LatentSpec`). Ranks split the heads; every rank computes all latents.
+
+    Attributes:
+        q: makes the queries of this rank, from the states or from the output of `q_down`.
+        kv_down: makes the latent and the rotating key of a token, [rank + rope_dim].
+        kv_up: of each head, the matrix [key_dim, rank] for its key and [value_dim, rank] for its value.
+    """
+
+    def __init__(self, spec: LatentModelSpec) -> None:
+        super().__init__()
+        latent, hidden, heads, bias = spec.latent, spec.hidden_size, spec.num_heads, spec.qkv_bias
+        self.heads, self.rank, self.interleaved = heads, latent.rank, latent.interleaved
+        self.key_dim, self.rope_dim, self.value_dim = latent.key_dim, latent.rope_dim, latent.value_dim
+        query = heads * (latent.key_dim + latent.rope_dim)
+        self.q_down: Linear | None = None
+        self.q_norm: RMSNorm | None = None
+        if latent.query_rank is None:
+            self.q = Linear(hidden, {"self_attn.q_proj": query}, bias=False, split=0)
+        else:
+            self.q_down = Linear(hidden, {"self_attn.q_a_proj": latent.query_rank}, bias=bias)
+            self.q_norm = RMSNorm("self_attn.q_a_layernorm", latent.query_rank, LATENT_EPS)
+            self.q = Linear(latent.query_rank, {"self_attn.q_b_proj": query}, bias=False, split=0)
+        self.kv_down = Linear(hidden, {"self_attn.kv_a_proj_with_mqa": latent.rank + latent.rope_dim}, bias=bias)
+        self.kv_norm = RMSNorm("self_attn.kv_a_layernorm", latent.rank, LATENT_EPS)
+        outputs = heads * (latent.key_dim + latent.value_dim)
+        self.kv_up = Linear(latent.rank, {"self_attn.kv_b_proj": outputs}, bias=False, split=0)
+        self.kv_up.plain = True
+        self.out = Linear(heads * latent.value_dim, {"self_attn.o_proj": hidden}, bias=spec.out_bias, split=1)
+        self.out.multiplier = spec.residual_multiplier
+
+    def split_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns views of queries [T, heads * (key_dim + rope_dim)]: [T, heads, key_dim] and [T, heads, rope_dim]."""
+        heads = query.view(-1, self.heads, self.key_dim + self.rope_dim)
+        return heads[..., : self.key_dim], heads[..., self.key_dim :]
+
+    @property
+    def key_up(self) -> Tensor:
+        """The matrix of each head's key, [heads, key_dim, rank]."""
+        return self.kv_up.weight.view(self.heads, -1, self.rank)[:, : self.key_dim]
+
+    @property
+    def value_up(self) -> Tensor:
+        """The matrix of each head's value, [heads, value_dim, rank]."""
+        return self.kv_up.weight.view(self.heads, -1, self.rank)[:, self.key_dim :]
 
 
 class MLP(nn.Module):

@@ -80,7 +80,7 @@ class ExpertRouter(nn.Module):
         super().__init__()
         self.name = _NAMES.get(spec.architecture, _USUAL_NAMES).router
         self.top_k, self.scoring, self.normalize = moe.top_k, moe.scoring, moe.normalize
-        self.groups, self.top_groups = moe.groups, moe.top_groups
+        self.groups, self.top_groups, self.group_best = moe.groups, moe.top_groups, moe.group_best
         self.scale = moe.routed_scale * spec.residual_multiplier  # Factor on the weights.
         self.weight = nn.Parameter(torch.empty(moe.num_experts, spec.hidden_size))
         self.bias = nn.Parameter(torch.empty(moe.num_experts)) if moe.router_bias else None
@@ -400,7 +400,7 @@ def route(x: Tensor, router: ExpertRouter) -> tuple[Tensor, Tensor]:
     choice = scores if router.correction is None else scores + router.correction
     if router.groups > 1:
         grouped = choice.view(len(x), router.groups, -1)
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
+        best = grouped.topk(router.group_best, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
         open_groups = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=x.device).scatter_(1, best, True)
         choice = grouped.masked_fill(~open_groups.unsqueeze(-1), float("-inf")).flatten(1)
     experts = choice.topk(router.top_k, dim=-1).indices

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,10 @@ from torch import Tensor
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import place, product
-from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
+from engine.models.layers import Attention, Embedding, LatentAttention, Linear, LinearSlice, RMSNorm
 from engine.models.moe import MoE, grouped_experts, route
 from engine.models.spec import RopeSpec
+from engine.models.spec.rope import yarn_scale
 from engine.quantization.weight import QuantizedWeight
 
 #: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
@@ -28,6 +30,20 @@ AttentionFn = Callable[[Tensor, Attention, LayerKV], Tensor]
 #: The KV write of one layer: like `AttentionFn` for keys and values only, [T, 2 * kv_heads * D], without attention.
 WriteKVFn = Callable[[Tensor, Attention, LayerKV], None]
 AllReduce = Callable[[Tensor], None]
+
+
+class LatentProjections(NamedTuple):
+    """The inputs of multi-head latent attention, before norm of the latents and rotation."""
+
+    query: Tensor  # [T, heads * (key_dim + rope_dim)].
+    latent: Tensor  # [T, rank + rope_dim].
+
+
+#: Latent attention of one layer, like `AttentionFn`: (projections, parameters, layer of the KV pool) to [T, heads *
+#: value_dim].
+LatentAttentionFn = Callable[[LatentProjections, LatentAttention, LayerKV], Tensor]
+#: The write of one layer's latents: like `WriteKVFn`, with latents [T, rank + rope_dim].
+WriteLatentFn = Callable[[Tensor, LatentAttention, LayerKV], None]
 
 
 class TorchOps:
@@ -72,6 +88,43 @@ class TorchOps:
             context.backend.write(rotate(kv, attention, 0)[1], cache, context.metadata)
 
         return write
+
+    def latent_attention_for(self, positions: Tensor, context: ForwardContext) -> LatentAttentionFn:
+        """Does what `attention_for` does, for latent attention in the absorbed form.
+
+        The matrix that makes a head's key from a latent is applied to the head's query instead, and the matrix that
+        makes the value to the result. All heads then attend to the latents themselves.
+        """
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+        def attend(projected: LatentProjections, attention: LatentAttention, cache: LayerKV) -> Tensor:
+            query, rotating = attention.split_query(projected.query)
+            absorbed = query.new_empty(*query.shape[:2], attention.rank + attention.rope_dim)
+            absorbed[..., : attention.rank] = torch.bmm(query.transpose(0, 1), attention.key_up).transpose(0, 1)
+            absorbed[..., attention.rank :] = _rotated(rotating, cos, sin, interleaved=attention.interleaved)
+            latents = _latents(projected.latent, attention, cos, sin)
+            attended = context.backend.attend(absorbed, latents, cache, context.metadata, None)
+            values = torch.bmm(attended.transpose(0, 1), attention.value_up.transpose(1, 2))
+            return values.transpose(0, 1).flatten(1)
+
+        return attend
+
+    def latent_write_for(self, positions: Tensor, context: ForwardContext) -> WriteLatentFn:
+        """Does what `kv_write_for` does, for latents."""
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+        def write(latent: Tensor, attention: LatentAttention, cache: LayerKV) -> None:
+            context.backend.write(_latents(latent, attention, cos, sin), cache, context.metadata)
+
+        return write
+
+    def latent_projections(self, x: Tensor, norm: RMSNorm, attention: LatentAttention) -> LatentProjections:
+        """Computes the inputs of latent attention from x [T, hidden]."""
+        if attention.q_down is None or attention.q_norm is None:
+            query = self.norm_linear(x, norm, attention.q)
+        else:
+            query = self.norm_linear(self.norm_linear(x, norm, attention.q_down), attention.q_norm, attention.q)
+        return LatentProjections(query, self.norm_linear(x, norm, attention.kv_down))
 
     def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention, int], tuple[Tensor, Tensor]]:
         """Returns rotate(qkv, attention, heads), which normalises and rotates qkv in place.
@@ -236,6 +289,20 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     heads.mul_(cos).addcmul_(swapped, sin)
 
 
+def _latents(latent: Tensor, attention: LatentAttention, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns the vectors [T, 1, 1, rank + rope_dim] of the KV pool for projections [T, rank + rope_dim]."""
+    normed = rms_norm_torch(latent[:, : attention.rank], attention.kv_norm)
+    key = _rotated(latent[:, None, attention.rank :], cos, sin, interleaved=attention.interleaved)
+    return torch.cat((normed, key[:, 0]), dim=-1)[:, None, None]
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Returns rotated heads [T, H, D]; interleaved: dimensions 2 * i and 2 * i + 1 are now i and i + D / 2."""
+    pairs = heads.view(*heads.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2) if interleaved else heads.clone()
+    rotate_(pairs, cos, sin)
+    return pairs
+
+
 def _llama3_frequencies(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
     wavelength = 2 * math.pi / inv_freq
     cycles = spec.original_max_position / wavelength
@@ -261,11 +328,8 @@ def _yarn_frequencies(spec: RopeSpec, inv_freq: Tensor, head_dim: int) -> Tensor
 
 
 def _yarn_attention_factor(spec: RopeSpec) -> float:
-    def scale(mscale: float) -> float:
-        return 1.0 if spec.factor <= 1 else 0.1 * mscale * math.log(spec.factor) + 1.0
-
     if spec.attention_factor is not None:
         return spec.attention_factor
     if spec.mscale and spec.mscale_all_dim:
-        return scale(spec.mscale) / scale(spec.mscale_all_dim)
-    return scale(1.0)
+        return yarn_scale(spec, spec.mscale) / yarn_scale(spec, spec.mscale_all_dim)
+    return yarn_scale(spec, 1.0)

@@ -101,6 +101,7 @@ def load_weights(
         if experts.scheme is not None and len(experts.gate_up) < experts.num_experts
         for name in experts.projection_names()
     }
+    skipped = 0
     only_pickled(model_dir)
     total = sum(file.stat().st_size for file in _files(model_dir))
     device = model.embedding.weight.device
@@ -111,6 +112,7 @@ def load_weights(
             key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
             target = targets.get(key)
             if target is None:
+                skipped += name.startswith(unused)
                 known = name in read or name.startswith(unused) or name.rpartition(".")[0] in others
                 if not known and not _is_unused(file, name, shard, quantization):
                     raise ConfigError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use")
@@ -125,6 +127,8 @@ def load_weights(
             elif not torch.equal(target.tensor, tensor.to(target.tensor.dtype)):
                 tie = f"; tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ" if key == EMBEDDING else ""
                 raise ConfigError(f"the checkpoint has {key} twice, with different numbers{tie}")
+    if skipped:
+        _log.info("%d tensors are for multi-token prediction, which is not supported: they are not used", skipped)
     if missing:
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, for example {min(missing)}")
 

@@ -28,6 +28,7 @@ from common.process.rank_channel import RankChannel, RankMessage
 from common.process.watchdog import PERIOD_S, Heartbeat, Watchdog
 from common.tls import TlsFiles
 from engine.attention.base import AttentionBackend
+from engine.attention.latent import LatentAttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.device import make_current
@@ -119,7 +120,9 @@ class Rank:
         assert self._model is not None
         self._kv = kv = KVPool(KVLayout(**message.fields["layout"]), message.fields["num_blocks"], self._device)
         spec, self._cache = self._model.spec, kv.layers()
-        kind = TritonAttention if self._device.type == "cuda" else TorchAttention
+        kind: type[TritonAttention] | type[TorchAttention] = TorchAttention
+        if self._device.type == "cuda":
+            kind = LatentAttentionBackend if spec.latent_dim else TritonAttention
         score: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap}
         self._attention = kind(self._cache, spec.num_heads, spec.windows, kv.dummy_block, **score)
         self._on_pool(kv)

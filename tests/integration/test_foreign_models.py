@@ -104,7 +104,7 @@ def test_long_rope_ends_at_its_original_length(tmp_path: Path) -> None:
         ("mamba", {}, "state other than keys and values"),
         ("rwkv", {}, "state other than keys and values"),
         ("falcon", {}, "does not use the attention interface"),
-        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}, "keys and values of different shapes"),
+        ("minicpm3", {}, "keys and values of different shapes"),
         ("minimax", GROUPED, "linear_attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rope"),
         ("llama", {"quantization_config": {"quant_method": "hqq"}}, "the format 'hqq' are not supported"),
@@ -115,7 +115,7 @@ def test_what_cannot_be_served_is_refused_from_its_config(
 ) -> None:
     quantised = {k: v for k, v in config.items() if k == "quantization_config"}
     made = AutoConfig.for_model(model_type, **(FOREIGN_TINY | {k: v for k, v in config.items() if k not in quantised}))
-    names = {"rwkv": "RwkvForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+    names = {"rwkv": "RwkvForCausalLM", "minicpm3": "MiniCPM3ForCausalLM"}
     names |= {"minimax": "MiniMaxForCausalLM"}
     said = made.to_dict() | quantised | {"architectures": [names.get(model_type, f"{model_type.title()}ForCausalLM")]}
     (tmp_path / "config.json").write_text(json.dumps(said))

@@ -19,7 +19,7 @@ from tests.rigs.engine.tiny_models import MOE_CASES, assert_greedy, save_referen
 from tests.rigs.pods.harness import Cluster, request
 
 torch.set_num_threads(1)
-SHORT = ("gemma2", "gpt2", "gpt-oss", "qwen3-moe")  # The other families are marked long.
+SHORT = ("gemma2", "gpt2", "gpt-oss", "qwen3-moe", "deepseek-v2")  # The other families are marked long.
 NO_EOS = {"eos_token_id": None}
 
 SAVE: dict[str, Callable[[Path], Any]] = {

@@ -35,6 +35,8 @@ from engine.kernels.experts import vector as experts_vector
 from engine.kernels.experts import weight as experts_weight
 from engine.kernels.fixed_order import attention as fixed_order_attention
 from engine.kernels.fixed_order.gemm import fixed_order_gemm
+from engine.kernels.latent import attention as latent_attention
+from engine.kernels.latent.write import latent_write
 from engine.kernels.quantized import activations, choice, dequantize, linear
 from engine.kernels.quantized.device_weight import DeviceWeight, prepare
 from engine.kernels.quantized.product import Tile
@@ -134,6 +136,30 @@ def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
             paged_prefill.listed_prefill(
                 q, layer(fp8), tables, cu_q, lens, tiles, max_tokens=tokens, window=window, out=q, **options
             )
+
+
+def latents() -> None:
+    """Latent attention of DeepSeek-V2-Lite (16 heads) and V3 (128 heads)."""
+    rank, rope, seqs, small = 512, 64, 4, torch.int32
+    cached = LayerKV(torch.zeros(64, 1, 1, BLOCK, rank + rope, dtype=torch.bfloat16), None, rank)
+    for heads, new in ((16, 1), (128, 1), (16, 300)):
+        q, out = half(seqs * new, heads, rank + rope), half(seqs * new, heads, rank)
+        cu_q, lens = torch.arange(seqs + 1, dtype=small) * new, torch.full((seqs,), 400, dtype=small)
+        rows, tile = (torch.zeros(seqs, 32, dtype=small), cu_q, lens), latent_attention.latent_tile(heads * new, 2, CPU)
+        if new == 1:
+            space = latent_attention.latent_workspace(tile, heads, new, rank, CPU)
+            sizes = {"num_kv_heads": 1, "head_dim": rank + rope, "itemsize": 2}
+            plan = paged_decode.plan_decode(cu_q, lens, space, tile=latent_attention.decode_tile(tile), **sizes)
+            latent_attention.latent_decode(q, cached, *rows, plan, space, max_query=1, scale=0.1, out=out)
+        else:
+            latent_attention.latent_prefill(q, cached, *rows, max_query=new, scale=0.1, out=out)
+            tiles = torch.zeros(99, dtype=small)
+            latent_attention.listed_prefill(q, cached, *rows, tiles, max_tokens=512, scale=0.1, out=out)
+    slots, table = torch.zeros(4, dtype=torch.int64), torch.zeros(1024, rope // 2)
+    query = {"query": q[:4, :, rank:], "rotated": q[4:8, :, rank:]}
+    for interleaved, more in ((True, query), (False, {})):
+        places = cached, slots, slots, table, table
+        latent_write(half(4, rank + rope), half(rank), 1e-6, *places, interleaved=interleaved, **more)
 
 
 def experts(native: bool) -> None:
@@ -272,10 +298,12 @@ def main() -> None:
     triton.runtime.driver.set_active(CompileOnlyDriver(capability))
     triton.runtime.jit.JITFunction.run = compile_only(triton.runtime.jit.JITFunction.run, shared_bytes)
     card.shared_bytes = lambda device: shared_bytes
+    card.has_wgmma = lambda device: capability == 90
     pdl.supports_pdl = kv_write.supports_pdl = lambda device: capability >= 90
     products()
     inputs()
     samples()
+    latents()
     experts(native=capability >= 89)
     part = torch.zeros(64, HEADS, DIM)
     dense_prefill.merge_attention(part, part[..., 0], part, part[..., 0], part)

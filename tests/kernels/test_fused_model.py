@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from engine.attention.base import StepShape
 from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention
+from engine.attention.latent import LatentAttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kv.kv_pool import LayerKV
@@ -36,6 +37,18 @@ BASE: dict[str, Any] = {
 }
 WIDE: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LATENT: dict[str, Any] = EXPERTS | {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "llama-biases-head-dim-80": WIDE | {"attention_bias": True, "mlp_bias": True, "head_dim": 80, "hidden_size": 36},
@@ -48,6 +61,8 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4-moe-shared-expert": EXPERTS
     | {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 6, "n_shared_experts": 1, "n_group": 2}
     | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+    "deepseek-v2": LATENT | {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None},
+    "deepseek-v3": LATENT | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 20, "rope_interleave": False},
     "granite-moe": EXPERTS
     | {"architectures": ["GraniteMoeForCausalLM"], "num_local_experts": 6, "intermediate_size": 20}
     | {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 2.0},
@@ -94,12 +109,14 @@ class Rig:
     ) -> None:
         self.models = models or decoders(spec, dtype, device, deterministic)
         kinds = (FixedOrderAttention, RowWiseAttention) if deterministic else (TritonAttention, TorchAttention)
-        shape = (BLOCKS, spec.num_layers, 2, spec.num_kv_heads, BLOCK, spec.head_dim)
+        if spec.latent_dim:
+            kinds = (LatentAttentionBackend, TorchAttention)
+        vectors = 1 if spec.latent_dim else 2
+        shape = (BLOCKS, spec.num_layers, vectors, spec.num_kv_heads, BLOCK, spec.head_dim)
         caches = [torch.full(shape, fill, dtype=dtype, device=device) for fill in (float("nan"), 0.0)]
-        self.pools = [tuple(LayerKV(cache[:, i]) for i in range(spec.num_layers)) for cache in caches]
-        self.backends = [
-            kind(pool, spec.num_heads, spec.windows, BLOCKS - 1) for kind, pool in zip(kinds, self.pools, strict=True)
-        ]
+        layers, rest = range(spec.num_layers), (spec.num_heads, spec.windows, BLOCKS - 1)
+        self.pools = [tuple(LayerKV(cache[:, i], None, spec.latent_dim) for i in layers) for cache in caches]
+        self.backends = [kind(pool, *rest, scale=spec.scale) for kind, pool in zip(kinds, self.pools, strict=True)]
         self.device = device
 
     def call(self, which: int, step: Step) -> Callable[[], Tensor]:

@@ -114,6 +114,7 @@ def test_random_weights_of_ranks_are_parts_of_one_model(family: str, whole_exper
     [
         ("glm4-moe", True),
         ("gpt-oss", False),
+        pytest.param("deepseek-v3", False, marks=pytest.mark.long),
         pytest.param("qwen3-moe", True, marks=pytest.mark.long),
         pytest.param("olmoe", False, marks=pytest.mark.long),
         pytest.param("mixtral", False, marks=pytest.mark.long),

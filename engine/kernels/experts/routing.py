@@ -33,8 +33,9 @@ class RoutingRule:
     sigmoid: bool = False  # Scores are sigmoids of the logits, not a softmax over all experts.
     normalize: bool = True  # The weights are divided by their sum.
     scale: float = 1.0  # Factor on the weights.
-    groups: int = 1  # Experts are chosen from the `top_groups` best of this many groups: by the sum of the two best.
+    groups: int = 1  # Experts are chosen from the `top_groups` best of this many groups, by the sum of best scores.
     top_groups: int = 1
+    group_best: int = 2  # How many scores of a group are summed.
     first: int = 0  # The first expert of this rank. Other ranks compute experts outside first .. first + local.
 
     def constants(self, experts: int, corrected: bool) -> dict[str, int | float | bool]:
@@ -48,6 +49,7 @@ class RoutingRule:
             "SCALE": self.scale,
             "GROUPS": self.groups,
             "TOP_GROUPS": self.top_groups,
+            "GROUP_BEST": self.group_best,
             "CORRECTED": corrected,
         }
 
@@ -59,12 +61,14 @@ def _better(c, i):
 
 
 @triton.jit
-def _without_lesser_groups(c, i, E: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
+def _without_lesser_groups(
+    c, i, E: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr
+):
     """Returns the scores c with -inf for experts outside the TOP_GROUPS best groups."""
     group = i // (E // GROUPS)
     same = group[None, :] == group[:, None]
     place = tl.sum((same & _better(c, i)).to(tl.int32), 1)
-    best = tl.sum(tl.where(same & (place[None, :] < 2), c[None, :], 0.0), 1)
+    best = tl.sum(tl.where(same & (place[None, :] < GROUP_BEST), c[None, :], 0.0), 1)
     leader = (place == 0) & (i < E)
     ahead = (best[None, :] > best[:, None]) | ((best[None, :] == best[:, None]) & (group[None, :] < group[:, None]))
     return tl.where(tl.sum((ahead & leader[None, :]).to(tl.int32), 1) < TOP_GROUPS, c, -float("inf"))
@@ -82,6 +86,7 @@ def select_experts(
     SCALE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     CORRECTED: tl.constexpr,
 ):
     """Returns the rank (int32 [EP], below TOPK: chosen) and the weight (fp32 [EP], 0: not chosen) of each expert.
@@ -104,7 +109,7 @@ def select_experts(
         choice = score
     choice = tl.where(ok & (choice > -float("inf")), choice, -float("inf"))  # NaN, too
     if GROUPS > 1:
-        choice = _without_lesser_groups(choice, i, E, GROUPS, TOP_GROUPS)
+        choice = _without_lesser_groups(choice, i, E, GROUPS, TOP_GROUPS, GROUP_BEST)
     if EP <= PAIRWISE:
         rank = tl.sum(_better(choice, i).to(tl.int32), 1)
     else:
@@ -123,12 +128,24 @@ def select_experts(
 def _route_kernel(
     logits, correction, weights, experts,
     E: tl.constexpr, EP: tl.constexpr, TOPK: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    CORRECTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
     rank, weight = select_experts(
-        logits + token * E, correction, E, EP, TOPK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, CORRECTED
+        logits + token * E,
+        correction,
+        E,
+        EP,
+        TOPK,
+        SIGMOID,
+        NORMALIZE,
+        SCALE,
+        GROUPS,
+        TOP_GROUPS,
+        GROUP_BEST,
+        CORRECTED,
     )
     tl.store(weights + token * TOPK + rank, weight, mask=rank < TOPK)
     tl.store(experts + token * TOPK + rank, tl.arange(0, EP), mask=rank < TOPK)
@@ -159,7 +176,8 @@ def _router_kernel(
     x, norm, w, bias, correction, logits, normed, weights, experts, arrived, x_row, eps,
     H: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, TOPK: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    CORRECTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes ROWS logits of a token. The program that finishes last selects the token's experts."""
     token = tl.program_id(1).to(tl.int64)
@@ -180,7 +198,18 @@ def _router_kernel(
     before = tl.atomic_add(arrived + token, 1, sem="acq_rel")
     if before == tl.num_programs(0) - 1:
         rank, weight = select_experts(
-            logits + token * E, correction, E, EP, TOPK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, CORRECTED
+            logits + token * E,
+            correction,
+            E,
+            EP,
+            TOPK,
+            SIGMOID,
+            NORMALIZE,
+            SCALE,
+            GROUPS,
+            TOP_GROUPS,
+            GROUP_BEST,
+            CORRECTED,
         )
         tl.store(weights + token * TOPK + rank, weight, mask=rank < TOPK)
         tl.store(experts + token * TOPK + rank, tl.arange(0, EP), mask=rank < TOPK)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from common.errors import ConfigError
 from engine.models.spec.fields import NotNative, flag, integer, number, uses_mxfp4
-from engine.models.spec.model import MXFP4_GROUP, MoeSpec
+from engine.models.spec.model import MXFP4_GROUP, LatentSpec, MoeSpec
 from engine.models.spec.rope import RopeDefaults
 
 MAX_EXPERTS = 1 << 12  #: Far above every model; loading makes a list of all experts.
@@ -113,6 +113,74 @@ def _glm4_moe(config: Config, layers: int) -> MoeSpec:
     )
 
 
+def _deepseek_v2(config: Config, layers: int) -> MoeSpec:
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise NotNative(f"topk_method {method!r} is not supported for this architecture")
+    if flag(config, "norm_topk_prob"):
+        raise NotNative("norm_topk_prob is not supported for this architecture")
+    grouped = method == "group_limited_greedy"
+    groups = {key: integer(config, field, 1) if grouped else 1 for key, field in _GROUP_FIELDS.items()}
+    return _deepseek(config, layers, 64, 8, 1407, 2, normalize=False, group_best=1, **groups)
+
+
+def _deepseek_v3(config: Config, layers: int) -> MoeSpec:
+    if (method := config.get("topk_method") or "noaux_tc") != "noaux_tc":
+        raise NotNative(f"topk_method {method!r} is not supported for this architecture")
+    if (scoring := config.get("scoring_func") or "sigmoid") != "sigmoid":
+        raise NotNative(f"scoring_func {scoring!r} is not supported for this architecture")
+    groups = {key: integer(config, field, 1) for key, field in _GROUP_FIELDS.items()}
+    normalize = flag(config, "norm_topk_prob", True)
+    return _deepseek(config, layers, 256, 8, 2048, 1, scoring="sigmoid", normalize=normalize, correction=True, **groups)
+
+
+_GROUP_FIELDS = {"groups": "n_group", "top_groups": "topk_group"}
+
+
+def _deepseek(config: Config, layers: int, experts: int, top_k: int, size: int, shared: int, **rest: Any) -> MoeSpec:
+    """Makes the spec; the numbers are defaults: of experts, of a token's experts, of their size, of shared experts."""
+    if integer(config, "moe_layer_freq", 1) != 1:
+        raise NotNative("moe_layer_freq other than 1 is not supported")
+    if flag(config, "mlp_bias"):
+        raise NotNative("biases in experts (mlp_bias) are not supported")
+    size = integer(config, "moe_intermediate_size", size)
+    dense = integer(config, "first_k_dense_replace", 3 if rest.get("correction") else 0, least=0)
+    return _moe(
+        config,
+        tuple(i >= dense for i in range(layers)),
+        experts,
+        top_k,
+        expert_size=size,
+        routed_scale=number(config, "routed_scaling_factor", 2.5 if rest.get("correction") else 1.0),
+        shared_size=size * integer(config, "n_shared_experts", shared, least=0),
+        **rest,
+    )
+
+
+def _latent_v2(config: Config) -> LatentSpec:
+    return _latent(config, interleaved=True)
+
+
+def _latent_v3(config: Config) -> LatentSpec:
+    return _latent(config, interleaved=flag(config, "rope_interleave", True))
+
+
+def _latent(config: Config, *, interleaved: bool) -> LatentSpec:
+    # null is a value of this field: queries without a latent of their own.
+    rank = integer(config, "q_lora_rank", 1536) if config.get("q_lora_rank", 0) is not None else None
+    rope = integer(config, "qk_rope_head_dim", 64)
+    if rope % 2:
+        raise ConfigError(f"config.json: qk_rope_head_dim is {rope}, an even number is needed", field="model")
+    return LatentSpec(
+        query_rank=rank,
+        rank=integer(config, "kv_lora_rank", 512),
+        key_dim=integer(config, "qk_nope_head_dim", 128),
+        rope_dim=rope,
+        value_dim=integer(config, "v_head_dim", 128),
+        interleaved=interleaved,
+    )
+
+
 def _granite_moe(config: Config, layers: int) -> MoeSpec:
     return _moe(config, (True,) * layers, 8, 2)
 
@@ -173,6 +241,7 @@ class ModelFamily:
     windows: Callable[[Config, int], Windows] = _no_windows
     rope: RopeDefaults = _USUAL_ROPE
     moe: Callable[[Config, int], MoeSpec] | None = None  # Its experts by config.json and number of layers.
+    latent: Callable[[Config], LatentSpec] | None = None  # Its multi-head latent attention by config.json.
     sinks: bool = False
     multipliers: bool = False  # config.json has multipliers of embedding, attention, residual stream and logits.
     extra_layers: str | None = None  # Field with the number of layers for multi-token prediction.
@@ -211,6 +280,8 @@ FAMILIES = {
         moe=_glm4_moe,
         extra_layers="num_nextn_predict_layers",
     ),
+    "DeepseekV2ForCausalLM": ModelFamily(moe=_deepseek_v2, latent=_latent_v2),
+    "DeepseekV3ForCausalLM": ModelFamily(moe=_deepseek_v3, latent=_latent_v3, extra_layers="num_nextn_predict_layers"),
     "GraniteMoeForCausalLM": ModelFamily(moe=_granite_moe, multipliers=True),
     "GptOssForCausalLM": ModelFamily(
         attention_bias=True,

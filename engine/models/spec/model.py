@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.models.base import ModelShape
@@ -27,9 +27,11 @@ class MoeSpec:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True  # The weights of a token's experts are divided by their sum.
     routed_scale: float = 1.0  # Factor on the weights.
-    #: Experts are chosen from the `top_groups` best of `groups` equal groups, by the sum of a group's two best scores.
+    #: Experts are chosen from the `top_groups` best of `groups` equal groups, by the sum of a group's best scores.
     groups: int = 1
     top_groups: int = 1
+    #: How many scores are summed. Not in the repr: it follows from the architecture, and revisions hash the repr.
+    group_best: int = field(default=2, repr=False)
     router_bias: bool = False  # The router's logits have a bias.
     correction: bool = False  # A bias of each expert takes part in the choice, but not in the weights.
     shared_size: int = 0  # Intermediate size of the expert that sees every token, on this rank; 0: there is none.
@@ -61,6 +63,11 @@ class ModelSpec(ModelShape):
     extra_layers: int = 0  # Layers after the decoder's in the checkpoint, for multi-token prediction. Not used.
 
     @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that the rope tables cover."""
+        return self.head_dim
+
+    @property
     def query_size(self) -> int:
         return self.num_heads * self.head_dim
 
@@ -71,3 +78,34 @@ class ModelSpec(ModelShape):
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer has experts instead of an MLP."""
         return self.moe is not None and self.moe.layers[layer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024).
+
+    Each token has one vector for all heads: a latent of `rank` numbers, and a rotated key of `rope_dim` numbers. A head
+    has a matrix that makes its key from the latent, and one that makes its value.
+    """
+
+    query_rank: int | None  # Size of the latent from which queries are made. None: they are made from the states.
+    rank: int
+    key_dim: int  # Numbers of a head's query and key that do not rotate.
+    rope_dim: int  # Numbers that rotate.
+    value_dim: int  # Numbers of a head's value.
+    interleaved: bool  # Dimension 2 * i rotates with 2 * i + 1. False: i rotates with i + rope_dim / 2.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentModelSpec(ModelSpec):
+    """A decoder with multi-head latent attention. In the KV cache it has one kv head of `rank` + `rope_dim` numbers."""
+
+    latent: LatentSpec
+
+    @property
+    def latent_dim(self) -> int:
+        return self.latent.rank
+
+    @property
+    def rope_dim(self) -> int:
+        return self.latent.rope_dim

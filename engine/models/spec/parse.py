@@ -14,8 +14,8 @@ from common.model.directory import decoder_architecture
 from common.model.generation import eos_ids_of
 from engine.models.spec.families import ARCHITECTURES, FAMILIES, Bias
 from engine.models.spec.fields import NotNative, flag, integer, number, read_json, uses_mxfp4
-from engine.models.spec.model import ModelSpec
-from engine.models.spec.rope import parse_rope
+from engine.models.spec.model import LatentModelSpec, ModelSpec
+from engine.models.spec.rope import parse_rope, yarn_magnitude
 
 MAX_LAYERS = 1 << 14  #: Far above every model; a spec holds a window for each layer.
 
@@ -46,13 +46,17 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     heads, hidden, layers = (integer(config, k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     if layers > MAX_LAYERS:
         raise ConfigError(f"config.json: num_hidden_layers is {layers}, at most {MAX_LAYERS} are supported")
-    kv_heads = integer(config, "num_key_value_heads", heads)
-    head_dim = integer(config, "head_dim", family.head_dim or hidden // heads)
+    latent = None if family.latent is None else family.latent(config)
+    if latent is None:
+        kv_heads = integer(config, "num_key_value_heads", heads)
+        head_dim = integer(config, "head_dim", family.head_dim or hidden // heads)
+    else:
+        kv_heads, head_dim = 1, latent.rank + latent.rope_dim
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     max_position = integer(config, "max_position_embeddings")
     rope = parse_rope(config, max_position, family.rope)
-    if head_dim % 2 or rope.rotated(head_dim) % 2:
+    if latent is None and (head_dim % 2 or rope.rotated(head_dim) % 2):
         raise NotNative(f"{rope.rotated(head_dim)} dimensions of a head of {head_dim} rotate; both must be even")
 
     def bias(kind: Bias) -> bool:
@@ -61,8 +65,11 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     def multiplier(key: str) -> float:
         return number(config, key, 1.0) if family.multipliers else 1.0
 
+    scale = multiplier("attention_multiplier") if family.multipliers else None
+    if latent is not None:
+        scale = (latent.key_dim + latent.rope_dim) ** -0.5 * yarn_magnitude(rope) ** 2
     qk_norm = family.qk_norm if family.qk_norm_field is None or flag(config, family.qk_norm_field) else None
-    return ModelSpec(
+    fields = dict[str, Any](
         architecture=name,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden,
@@ -78,7 +85,7 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         qk_norm=qk_norm,
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         windows=family.windows(config, layers),
-        scale=multiplier("attention_multiplier") if family.multipliers else None,
+        scale=scale,
         rope=rope,
         moe=None if family.moe is None else family.moe(config, layers),
         sinks=family.sinks,
@@ -89,3 +96,4 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         max_position=rope.max_position(max_position),
         eos_token_ids=eos_token_ids(config, generation or {}),
     )
+    return ModelSpec(**fields) if latent is None else LatentModelSpec(**fields, latent=latent)

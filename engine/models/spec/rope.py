@@ -92,3 +92,13 @@ def _rope_of(raw: Any, config: Mapping[str, Any], max_position: int, defaults: R
     numbers = {name: number(raw, name, 0.0, above=low) for name, low in lowest.items() if raw.get(name) is not None}
     factor, truncate = number(raw, "factor", max_position / original), flag(raw, "truncate", True)
     return RopeSpec(kind, theta, factor, original, truncate=truncate, partial=partial, **numbers)
+
+
+def yarn_scale(spec: RopeSpec, mscale: float) -> float:
+    """Returns the factor that yarn gives an attention score for its longer context, with the weight `mscale`."""
+    return 1.0 if spec.factor <= 1 else 0.1 * mscale * math.log(spec.factor) + 1.0
+
+
+def yarn_magnitude(spec: RopeSpec) -> float:
+    """Returns the factor on queries and keys that latent attention adds to that of the rope tables."""
+    return yarn_scale(spec, spec.mscale_all_dim) if spec.kind == "yarn" and spec.mscale_all_dim else 1.0

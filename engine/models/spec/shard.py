@@ -32,7 +32,8 @@ class Shard:
         if not isinstance(spec, ModelSpec):
             raise shard_error(f"{spec.architecture} is computed by transformers, on one device only")
         names = {"num_kv_heads": "num_key_value_heads", "num_heads": "num_attention_heads"}
-        fields = ["num_kv_heads", "num_heads"]
+        # A latent belongs to all heads, so every rank has all latents.
+        fields = ["num_heads"] if spec.latent_dim else ["num_kv_heads", "num_heads"]
         if spec.moe is None or not all(spec.moe.layers):
             fields.append("intermediate_size")
         parts: dict[str, Any] = {

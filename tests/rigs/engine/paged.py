@@ -19,18 +19,22 @@ def poisoned_layer(
     dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    latent_dim: int = 0,
 ) -> LayerKV:
     """Returns one layer of a pool of NaN, with the strides of a real pool. dtype uint8: e4m3 with scales."""
-    shape = (blocks, layers, 2, kv_heads, block_size, dim)
+    shape = (blocks, layers, 1 if latent_dim else 2, kv_heads, block_size, dim)
     if dtype != torch.uint8:
-        return LayerKV(torch.full(shape, float("nan"), dtype=dtype, device=device)[:, layer])
+        return LayerKV(torch.full(shape, float("nan"), dtype=dtype, device=device)[:, layer], None, latent_dim)
     codes = torch.full(shape, NAN_BYTE, dtype=dtype, device=device)
     scales = torch.full((blocks, layers, kv_heads, block_size, 4), NAN_BYTE, dtype=dtype, device=device)
     return LayerKV(codes[:, layer], scales.view(torch.bfloat16)[:, layer])
 
 
 class PagedCase:
-    """A batch of sequences in a pool that is NaN everywhere else. kv_dtype uint8: e4m3 with scales."""
+    """A batch of sequences in a pool that is NaN everywhere else. kv_dtype uint8: e4m3 with scales.
+
+    latent_dim above 0: a token has one vector, whose first latent_dim numbers are its value.
+    """
 
     def __init__(
         self,
@@ -47,13 +51,15 @@ class PagedCase:
         kv_dtype: torch.dtype | None = None,
         scale: float | None = None,
         spread: float = 1.0,
+        latent_dim: int = 0,
     ) -> None:
         self.lens, self.queries = lens, queries
         self.scale = dim**-0.5 if scale is None else scale
         blocks = [-(-n // block_size) for n in lens]
         total = sum(blocks) + 2
         order = torch.randperm(total, generator=gen, device=device).tolist()
-        self.layer = poisoned_layer(total, 2, 1, kv_heads, block_size, dim, kv_dtype or dtype, device)
+        sizes = kv_heads, block_size, dim
+        self.layer = poisoned_layer(total, 2, 1, *sizes, kv_dtype or dtype, device, latent_dim)
         self.tables = torch.full((len(lens), max(blocks) + 1), 2**30, dtype=torch.int32, device=device)
         self.q = (torch.randn(sum(queries), heads, dim, generator=gen, device=device) * spread).to(dtype)
         for i, n in enumerate(lens):
@@ -61,7 +67,7 @@ class PagedCase:
                 block = order.pop()
                 self.tables[i, j] = block
                 used = min(block_size, n - j * block_size)
-                new = torch.randn(2, kv_heads, used, dim, generator=gen, device=device).to(dtype)
+                new = torch.randn(self.layer.kv.shape[1], kv_heads, used, dim, generator=gen, device=device).to(dtype)
                 if self.layer.scales is None:
                     self.layer.kv[block, :, :, :used] = new
                 else:
@@ -70,17 +76,17 @@ class PagedCase:
         ends = torch.tensor([0, *queries]).cumsum(0)
         self.cu_q = ends.to(torch.int32).to(device)
         self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-        self.out = torch.full_like(self.q, float("nan"))
+        self.out = torch.full_like(self.q[..., : self.layer.value_dim], float("nan"))
 
     def dense(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the cached keys and values of sequence i, [kv_heads, len, D] each."""
+        """Returns the cached keys and values of sequence i, [kv_heads, len, D] each; values may be shorter."""
         n = self.lens[i]
         ids = self.tables[i, : -(-n // self.layer.block_size)].long()
         both = self.layer.kv[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
         if self.layer.scales is not None:
             scales = self.layer.scales[ids].permute(3, 1, 0, 2).flatten(2, 3)[:, :, :n]
             both = dequantize_e4m3(both, scales, torch.float32)
-        return both[0], both[1]
+        return both[0], both[-1, ..., : self.layer.value_dim]
 
     def reference(self, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Computes causal attention in float64, [rows, heads, D]. sinks: logits [heads] without values."""

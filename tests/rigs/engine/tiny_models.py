@@ -62,6 +62,45 @@ MOE_CASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.8,
         "first_k_dense_replace": 1,
     },
+    "deepseek-v2": {  # like V2: queries from the states, softmax over the experts
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 20,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1},
+    },
+    "deepseek-v3": {  # like V3: queries from a latent of their own, sigmoid of each expert's logit
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    },
     "granite-moe": {
         "model_type": "granitemoe",
         "num_local_experts": 6,
@@ -131,7 +170,8 @@ class Rig:
         whole = parse_spec(*read_config(directory))
         spec = shard.shard_spec(whole)
         assert isinstance(spec, ModelSpec)
-        layout = KVLayout("tiny", "0", spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, "float32")
+        sizes = spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size
+        layout = KVLayout("tiny", "0", *sizes, "float32", latent_dim=spec.latent_dim)
         self.kv = KVPool(layout, num_blocks, CPU)
         self.cache = self.kv.layers()
         windows, pad = spec.windows, self.kv.dummy_block
