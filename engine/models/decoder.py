@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from engine.adapters.ops import AdapterOps
+from engine.adapters.rows import AdapterRows, StepAdapters
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
@@ -50,7 +52,7 @@ class Layer(nn.Module):
         qkv = ops.norm_linear(x, self.attention_norm, self.attention.qkv)
         attended = attend(qkv, self.attention, cache)
         if rows is not None:
-            x, attended = x[rows], attended[rows]
+            x, attended, ops = x[rows], attended[rows], ops.for_results()
         x = ops.add_linear(x, attended, self.attention.out)
         if isinstance(self.mlp, MoE):
             return ops.add_experts(x, self.mlp_norm, self.mlp)
@@ -59,7 +61,7 @@ class Layer(nn.Module):
 
     def write_kv(self, x: Tensor, cache: LayerKV, ops: TorchOps, write: WriteKVFn) -> None:
         """Computes and writes the keys and values of all tokens, without attention and MLP."""
-        write(ops.norm_linear(x, self.attention_norm, self.attention.kv), self.attention, cache)
+        write(ops.norm_kv(x, self.attention_norm, self.attention), self.attention, cache)
 
 
 class Decoder(nn.Module):
@@ -161,39 +163,47 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         """Computes hidden states [R, hidden] before the final norm."""
-        attend, hook, last = self._ops.attention_for(positions, context), context.layer_hook, self.layer_list[-1]
-        x, cache = self._run_body(tokens, context, attend), context.cache[len(self.layers) - 1]
+        ops, hook, last = self._ops_for(context), context.layer_hook, self.layer_list[-1]
+        attend = ops.attention_for(positions, context)
+        x, cache = self._run_body(tokens, context, ops, attend), context.cache[len(self.layers) - 1]
         if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
-            last.write_kv(x, cache, self._ops, self._ops.kv_write_for(positions, context))
+            last.write_kv(x, cache, ops, ops.kv_write_for(positions, context))
             context = context._replace(metadata=context.backend.select_tokens(context.metadata, rows, positions))
-            x, attend, rows = x[rows], self._ops.attention_for(positions[rows], context), None
-        x = last.forward(x, cache, self._ops, attend, rows)
+            x, attend, rows, ops = x[rows], ops.attention_for(positions[rows], context), None, ops.for_results()
+        x = last.forward(x, cache, ops, attend, rows)
         if hook is not None:
             hook(len(self.layers), x)
         return x
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
-        x = self._run_body(tokens, context, self._ops.attention_for(positions, context))
-        write = self._ops.kv_write_for(positions, context)
-        self.layer_list[-1].write_kv(x, context.cache[len(self.layers) - 1], self._ops, write)
+        ops = self._ops_for(context)
+        x = self._run_body(tokens, context, ops, ops.attention_for(positions, context))
+        write = ops.kv_write_for(positions, context)
+        self.layer_list[-1].write_kv(x, context.cache[len(self.layers) - 1], ops, write)
 
-    def _run_body(self, tokens: Tensor, context: ForwardContext, attend: AttentionFn) -> Tensor:
+    def _ops_for(self, context: ForwardContext) -> TorchOps:
+        return self._ops if context.adapters is None else AdapterOps(self._ops, context.adapters)
+
+    def _run_body(self, tokens: Tensor, context: ForwardContext, ops: TorchOps, attend: AttentionFn) -> Tensor:
         """Returns the residual stream [T, hidden] before the last layer."""
         x = F.embedding(tokens, self.embedding.weight)
+        if context.adapters is not None:
+            context.adapters.tokens.add_embedding(x, tokens)
         if self.spec.embedding_multiplier != 1.0:
             x.mul_(self.spec.embedding_multiplier)
         for index, layer in enumerate(self.layer_list):
             if context.layer_hook is not None:
                 context.layer_hook(index, x)
             if index + 1 < len(self.layers):
-                x = layer.forward(x, context.cache[index], self._ops, attend, None)
+                x = layer.forward(x, context.cache[index], ops, attend, None)
         return x
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return rms_norm_torch(hidden, self.norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._ops.logits(hidden, self.norm, self.head)
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        ops = self._ops if adapters is None else AdapterOps(self._ops, StepAdapters(adapters))
+        logits = ops.logits(hidden, self.norm, self.head)
         return logits if self.spec.logits_divisor == 1.0 else logits.div_(self.spec.logits_divisor)
 
     def prepare(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.types import PromptLogprobs, Token, TokenLogprob
+from engine.adapters.slots import token_slots, uses_adapters
 from engine.attention.base import StepShape
 from engine.device import upload
 from engine.sampling.sampler import token_logprobs
@@ -68,6 +69,7 @@ class StepPlan:
     prefill_rows: list[int]  # Indices of the sequences that do not decode
     logprob_ranges: list[tuple[int, int, int]]  # Prompt log-probabilities: index of the sequence, first position, end
     pooled_ranges: list[tuple[int, int, int]]  # Pooled tokens: index of the sequence, first position, end
+    adapter_slots: np.ndarray | None  # [T], the adapter slot of each token; None if no sequence has an adapter
 
     @property
     def result_slots(self) -> np.ndarray:
@@ -136,6 +138,7 @@ def plan_step(scheduled: Sequence[ScheduledSequence], tables: BlockTables) -> St
         prefill_rows=[index for index, entry in enumerate(scheduled) if not entry.is_decode],
         logprob_ranges=logprob_ranges,
         pooled_ranges=pooled_ranges,
+        adapter_slots=token_slots(scheduled) if uses_adapters(scheduled) else None,
     )
 
 
