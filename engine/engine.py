@@ -29,8 +29,7 @@ from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
 from engine.adapters.packed import Adapter
-from engine.adapters.sites import sites_of
-from engine.adapters.slots import AdapterNames, AdapterSlots
+from engine.adapters.slots import AdapterNames, AdapterSlots, sites_of
 from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention

@@ -29,7 +29,7 @@ class Adapter:
 
     digest: str
     rank: int  # The largest rank of its modules
-    numbers: Tensor  # Flat; page-locked if the device is a GPU
+    numbers: Tensor  # Flat. All tensors are page-locked if the device is a GPU
     table: Tensor  # int64 [sites, TABLE_WIDTH]: place of A, padded ranks of the parts (0: none), places of B
     scales: Tensor  # float32 [sites, MAX_PARTS]
     has_head: bool  # It changes the LM head
@@ -68,7 +68,9 @@ def pack_adapter(file: AdapterFile, sites: DecoderSites, dtype: torch.dtype, *, 
     numbers = torch.zeros(end, dtype=dtype, pin_memory=pin)
     rank = max(pair.rank for pair in file.pairs.values())
     head = bool(table[sites.head.index, RANKS])
-    adapter = Adapter(file.digest, rank, numbers, torch.from_numpy(table), torch.from_numpy(scales), head)
+    small = [torch.from_numpy(array) for array in (table, scales)]
+    places, factors = (part.pin_memory() for part in small) if pin else small  # a copy of other memory would wait
+    adapter = Adapter(file.digest, rank, numbers, places, factors, head)
     for site in sites.all:
         start = 0
         for part, name in enumerate(site.names):

@@ -7,15 +7,13 @@ rows only, so a CUDA graph has a fixed grid, and programs without a tile end ear
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from engine.adapters.sites import DecoderSites, Site
-
-if TYPE_CHECKING:
-    from engine.models.layers import RMSNorm
+from engine.models.layers import RMSNorm
 
 NO_ADAPTER = -1  #: The slot of rows that use the base alone.
 
@@ -38,6 +36,20 @@ class AdapterRows(Protocol):
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         """Adds the change of the embeddings of tokens [rows] to `out`, [rows, hidden]."""
+
+
+class SlotMemory(NamedTuple):
+    """The adapters of all slots on a GPU. `packed.Adapter` describes the parts of a slot."""
+
+    sites: DecoderSites
+    max_rank: int  # Largest padded rank
+    numbers: Tensor  # [slots, capacity]
+    table: Tensor  # int64 [slots, sites, TABLE_WIDTH]
+    scales: Tensor  # float32 [slots, sites, MAX_PARTS]
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.numbers)
 
 
 class StepAdapters:

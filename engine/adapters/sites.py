@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from common.errors import ConfigError
-from engine.models.layers import MLP, Linear
-
-if TYPE_CHECKING:
-    from engine.models.base import Model
-    from engine.models.decoder import Decoder
+from engine.models.layers import MLP, Attention, Linear
+from engine.models.spec import ModelSpec
 
 MAX_PARTS = 3  # Modules of a site: queries, keys and values
 
@@ -36,16 +32,16 @@ class Site:
 class DecoderSites:
     """All sites of a decoder: qkv, out, gate_up and down of each layer without experts, embedding and LM head."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, spec: ModelSpec, layers: Iterable[tuple[Attention, nn.Module]]) -> None:
+        """`layers` has the attention and the MLP or experts of each layer."""
         self._by_linear: dict[nn.Module, Site] = {}
         self.all: list[Site] = []
-        for index, layer in enumerate(model.layer_list):
-            linears = [layer.attention.qkv, layer.attention.out]
-            if isinstance(layer.mlp, MLP):
-                linears += [layer.mlp.gate_up, layer.mlp.down]
+        for index, (attention, mlp) in enumerate(layers):
+            linears = [attention.qkv, attention.out]
+            if isinstance(mlp, MLP):
+                linears += [mlp.gate_up, mlp.down]
             for linear in linears:
                 self._by_linear[linear] = self._add(f"model.layers.{index}.", linear)
-        spec = model.spec
         vocab, hidden = spec.vocab_size, spec.hidden_size
         self.embedding = self._append(("model.embed_tokens",), vocab, (hidden,), (None,), is_embedding=True)
         # Tied weights have two sites: PEFT changes the product of each module and not the shared weight.
@@ -77,13 +73,3 @@ class DecoderSites:
         assert len(names) <= MAX_PARTS
         self.all.append(Site(len(self.all), names, inputs, outputs, orders, is_embedding))
         return self.all[-1]
-
-
-def sites_of(model: Model) -> DecoderSites:
-    """Returns the sites of a model. Raises ConfigError if adapters over it are not supported."""
-    from engine.models.decoder import Decoder
-
-    if not isinstance(model, Decoder):
-        problem = "adapters over a model that transformers computes, or that several ranks compute, are not supported"
-        raise ConfigError(f"max_adapters: {problem}: leave it 0", field="max_adapters")
-    return DecoderSites(model)

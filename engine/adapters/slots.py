@@ -18,25 +18,40 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from common.errors import InvalidRequest
+from common.errors import ConfigError, InvalidRequest
 from engine.adapters.packed import TABLE_WIDTH, Adapter, pack_adapter, padded_rank
-from engine.adapters.peft import read_adapter
-from engine.adapters.rows import NO_ADAPTER, AdapterRows
+from engine.adapters.peft import AdapterFile, read_adapter
+from engine.adapters.rows import NO_ADAPTER, AdapterRows, SlotMemory
 from engine.adapters.sites import MAX_PARTS, DecoderSites
 from engine.adapters.torch_rows import TorchRows
 from engine.device import format_bytes, require_memory, upload
+from engine.models.base import Model
+from engine.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from engine.adapters.triton_rows import RowBuffer
-    from engine.schedule.scheduler import ScheduledSequence
-    from engine.schedule.sequence import Sequence as EngineSequence
 
 _log = logging.getLogger(__name__)
+
+
+class AdaptedSequence(Protocol):
+    """The part of a sequence that has to do with adapters."""
+
+    adapter: Adapter | None
+    adapter_slot: int | None
+
+
+def sites_of(model: Model) -> DecoderSites:
+    """Returns the sites of a model. Raises ConfigError if adapters over it are not supported."""
+    if not isinstance(model, Decoder):
+        problem = "adapters over a model that transformers computes, or that several ranks compute, are not supported"
+        raise ConfigError(f"max_adapters: {problem}: leave it 0", field="max_adapters")
+    return DecoderSites(model.spec, ((layer.attention, layer.mlp) for layer in model.layer_list))
 
 
 class AdapterNames:
@@ -51,8 +66,11 @@ class AdapterNames:
 
     def add(self, directory: Path, name: str) -> Adapter:
         """Reads an adapter and gives it a name, also that of another one. Raises ConfigError if it is refused."""
+        return self.keep(read_adapter(directory, self._shapes, self._max_rank), name)
+
+    def keep(self, file: AdapterFile, name: str) -> Adapter:
+        """Brings an adapter that has been read into the form of the device, and gives it a name."""
         began = time.monotonic()
-        file = read_adapter(directory, self._shapes, self._max_rank)
         with self._lock:
             adapter = self._by_digest.get(file.digest)
         if adapter is None:
@@ -61,7 +79,9 @@ class AdapterNames:
             adapter = self._by_digest.setdefault(file.digest, adapter)
             self._by_name[name] = adapter
         size, took = format_bytes(adapter.numbers.nbytes), time.monotonic() - began
-        _log.info("adapter %s: rank %d, %s, read in %.2f s, digest %s", name, adapter.rank, size, took, adapter.digest)
+        _log.info(
+            "adapter %s: rank %d, %s, packed in %.2f s, digest %s", name, adapter.rank, size, took, adapter.digest
+        )
         return adapter
 
     def remove(self, name: str) -> Adapter:
@@ -109,16 +129,18 @@ class AdapterSlots:
         self._assigns = 0
         self._loading: dict[int, torch.cuda.Event] = {}
         self._stream: torch.cuda.Stream | None = None
-        self.max_rank = padded_rank(max_rank)
+        self.memory: SlotMemory | None = None  #: None on a CPU, where a slot is a reference
         if device.type == "cuda":
-            capacity = sum(site.largest(self.max_rank) for site in sites.all)
+            rank = padded_rank(max_rank)
+            capacity = sum(site.largest(rank) for site in sites.all)
             with require_memory(f"{count} adapter slots", "max_adapters", "lower max_adapters or max_adapter_rank"):
-                self.numbers = torch.zeros(count, capacity, dtype=dtype, device=device)
-            self.table = torch.zeros(count, len(sites.all), TABLE_WIDTH, dtype=torch.int64, device=device)
-            self.scales = torch.zeros(count, len(sites.all), MAX_PARTS, device=device)
+                numbers = torch.zeros(count, capacity, dtype=dtype, device=device)
+            table = torch.zeros(count, len(sites.all), TABLE_WIDTH, dtype=torch.int64, device=device)
+            scales = torch.zeros(count, len(sites.all), MAX_PARTS, device=device)
+            self.memory = SlotMemory(sites, rank, numbers, table, scales)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def assign(self, running: Sequence[EngineSequence], waiting: Sequence[EngineSequence]) -> None:
+    def assign(self, running: Sequence[AdaptedSequence], waiting: Sequence[AdaptedSequence]) -> None:
         """Sets `adapter_slot` of the waiting sequences, in their order, before a step is planned; begins copies.
 
         A running sequence keeps its slot.
@@ -156,17 +178,17 @@ class AdapterSlots:
         slot = min(free, key=lambda slot: (self.adapters[slot] is not None, self._used_at[slot]))
         self.adapters[slot] = adapter
         self.loads += 1
-        if self._stream is not None:
-            self._copy(adapter, slot, self._stream)
+        if self.memory is not None and self._stream is not None:
+            self._copy(adapter, slot, self.memory, self._stream)
         return slot
 
-    def _copy(self, adapter: Adapter, slot: int, stream: torch.cuda.Stream) -> None:
+    def _copy(self, adapter: Adapter, slot: int, memory: SlotMemory, stream: torch.cuda.Stream) -> None:
         # Launched steps may still read the slot for sequences that have ended.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self.numbers[slot, : len(adapter.numbers)].copy_(adapter.numbers, non_blocking=True)
-            self.table[slot].copy_(adapter.table, non_blocking=True)
-            self.scales[slot].copy_(adapter.scales, non_blocking=True)
+            memory.numbers[slot, : len(adapter.numbers)].copy_(adapter.numbers, non_blocking=True)
+            memory.table[slot].copy_(adapter.table, non_blocking=True)
+            memory.scales[slot].copy_(adapter.scales, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         self._loading[slot] = event
@@ -175,29 +197,17 @@ class AdapterSlots:
 
     def rows(self, slots: np.ndarray) -> AdapterRows:
         """Returns the rows of a step that runs layer by layer; `slots` has the slot of each row, int64."""
-        if self.device.type == "cpu":
+        if self.memory is None:
             return TorchRows(self.sites, self.adapters, slots)
-        from engine.adapters.triton_rows import TritonRows, pack_rows, tile_of
+        from engine.adapters.triton_rows import TritonRows, pack_rows, tile_of, tiles_start
 
         count, tile = len(slots), tile_of(len(slots))
         (packed,) = upload([pack_rows(slots, count, tile, self.count)], self.device)
-        return TritonRows(self, packed[:count], packed[count:], tile)
+        return TritonRows(self.memory, packed[:count], packed[tiles_start(count) :], tile)
 
     def buffer(self, max_rows: int) -> RowBuffer:
         """Makes a static buffer of rows, for CUDA graphs."""
         from engine.adapters.triton_rows import RowBuffer
 
-        return RowBuffer(self, max_rows)
-
-
-def uses_adapters(scheduled: Sequence[ScheduledSequence]) -> bool:
-    """Returns whether a sequence of the step has an adapter."""
-    return any(entry.seq.adapter is not None for entry in scheduled)
-
-
-def token_slots(scheduled: Sequence[ScheduledSequence]) -> np.ndarray:
-    """Returns the adapter slot of each token of a step, int64."""
-    slots = [entry.seq.adapter_slot for entry in scheduled]
-    assert None not in slots, "a sequence runs without its adapter"
-    tokens: np.ndarray = np.repeat(np.array(slots, dtype=np.int64), [entry.num_new for entry in scheduled])
-    return tokens
+        assert self.memory is not None, "CUDA graphs need a GPU"
+        return RowBuffer(self.memory, max_rows)

@@ -6,21 +6,16 @@ belong to no adapter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.adapters.rows import NO_ADAPTER, max_tiles, tile_rows
+from engine.adapters.rows import NO_ADAPTER, SlotMemory, max_tiles, tile_rows
 from engine.adapters.sites import Site
-from engine.device import pinned_copy
+from engine.device import ALIGNMENT, pinned_copy
 from engine.kernels.adapters import SlotWeights, expand, gather_states, shrink
 from engine.kernels.norm import rms_norm
 from engine.models.layers import RMSNorm
-
-if TYPE_CHECKING:
-    from engine.adapters.slots import AdapterSlots
 
 FEW_ROWS = 256  # Up to this many rows have small tiles: most adapters of a decode step have few rows
 SMALL_TILE, LARGE_TILE = 16, 64
@@ -32,11 +27,11 @@ class TritonRows:
     order: int32 [rows]. tiles: int32 [3 * max_tiles] or longer. See `rows.tile_rows`.
     """
 
-    def __init__(self, slots: AdapterSlots, order: Tensor, tiles: Tensor, tile: int) -> None:
-        self.sites = slots.sites
-        self._order, self._tile, count = order, tile, max_tiles(len(order), tile, slots.count)
+    def __init__(self, memory: SlotMemory, order: Tensor, tiles: Tensor, tile: int) -> None:
+        self.sites = memory.sites
+        self._order, self._tile, count = order, tile, max_tiles(len(order), tile, memory.num_slots)
         self._tiles = tiles[: 3 * count]
-        self._weights = SlotWeights(slots.numbers, slots.table, slots.scales, slots.max_rank)
+        self._weights = SlotWeights(memory.numbers, memory.table, memory.scales, memory.max_rank)
 
     def add(
         self, out: Tensor, x: Tensor, site: Site, norm: RMSNorm | None, *, first_part: int = 0, factor: float = 1.0
@@ -106,24 +101,19 @@ class TritonRows:
 class RowBuffer:
     """Order and tiles of up to `max_rows` rows at a fixed address."""
 
-    def __init__(self, slots: AdapterSlots, max_rows: int) -> None:
-        self._slots, self.max_rows = slots, max_rows
-        most = max(max_tiles(max_rows, tile, slots.count) for tile in (SMALL_TILE, LARGE_TILE))
-        self._packed = torch.zeros(max_rows + 3 * most, dtype=torch.int32, device=slots.device)
-        self.stage(np.zeros(0, dtype=np.int64), max_rows)
+    def __init__(self, memory: SlotMemory, max_rows: int) -> None:
+        self._memory = memory
+        most = max(max_tiles(max_rows, tile, memory.num_slots) for tile in (SMALL_TILE, LARGE_TILE))
+        self._packed = torch.zeros(tiles_start(max_rows) + 3 * most, dtype=torch.int32, device=memory.numbers.device)
 
     def stage(self, slots: np.ndarray, count: int) -> None:
         """Copies the rows of a step to the device: `slots` of the first rows of `count`, the others have no adapter."""
-        tile = tile_of(count)
-        packed = pack_rows(slots, count, tile, self._slots.count)
-        self._packed[:count].copy_(pinned_copy(packed[:count], self._packed.device), non_blocking=True)
-        tiles = packed[count:]
-        target = self._packed[self.max_rows : self.max_rows + len(tiles)]
-        target.copy_(pinned_copy(tiles, self._packed.device), non_blocking=True)
+        packed = pack_rows(slots, count, tile_of(count), self._memory.num_slots)
+        self._packed[: len(packed)].copy_(pinned_copy(packed, self._packed.device), non_blocking=True)
 
     def rows(self, count: int) -> TritonRows:
         """Returns the first `count` rows; `count` is that of `stage`."""
-        return TritonRows(self._slots, self._packed[:count], self._packed[self.max_rows :], tile_of(count))
+        return TritonRows(self._memory, self._packed[:count], self._packed[tiles_start(count) :], tile_of(count))
 
 
 def tile_of(rows: int) -> int:
@@ -132,11 +122,18 @@ def tile_of(rows: int) -> int:
 
 
 def pack_rows(slots: np.ndarray, count: int, tile: int, num_slots: int) -> np.ndarray:
-    """Returns order and tiles of `count` rows, int32 [count + 3 * max_tiles]; unused tiles have no rows."""
+    """Returns order and tiles of `count` rows, int32 [tiles_start + 3 * max_tiles]; unused tiles have no rows."""
     padded = np.full(count, NO_ADAPTER, dtype=np.int64)
     padded[: len(slots)] = slots
     order, tiles = tile_rows(padded, tile)
-    packed = np.zeros(count + 3 * max_tiles(count, tile, num_slots), dtype=np.int32)
+    start = tiles_start(count)
+    packed = np.zeros(start + 3 * max_tiles(count, tile, num_slots), dtype=np.int32)
     packed[:count] = order
-    packed[count : count + tiles.size] = tiles.reshape(-1)
+    packed[start : start + tiles.size] = tiles.reshape(-1)
     return packed
+
+
+def tiles_start(rows: int) -> int:
+    """Returns the place of the tiles behind the order of `rows` rows: kernels are compiled for aligned addresses."""
+    step = ALIGNMENT // 4
+    return -(-rows // step) * step

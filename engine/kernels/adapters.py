@@ -38,7 +38,7 @@ class SlotWeights(NamedTuple):
     max_rank: int  # Largest padded rank of a part
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["site", "rows"])
 def _shrink_kernel(
     x,
     norm,
@@ -49,9 +49,9 @@ def _shrink_kernel(
     order,
     tiles,
     site,
+    rows,
     x_row,
     capacity,
-    ROWS: tl.constexpr,
     SITES: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -74,9 +74,10 @@ def _shrink_kernel(
     entry = table + (slot * SITES + site) * 8
     width = tl.load(entry + 1) + tl.load(entry + 2) + tl.load(entry + 3)
     count = tl.where(tl.program_id(1) * BN < width, count, 0)
+    width = tl.where(count > 0, width, 0)
     k = tl.arange(0, BK)
     a_src = numbers + slot * capacity + tl.load(entry) + n.to(tl.int64)[None, :] * K + k[:, None]
-    a_ok = (n < width)[None, :] & (count > 0)
+    a_ok = (n < width)[None, :]
     start = split * BK
     a = tl.load(a_src + start, mask=a_ok & (start + k < K)[:, None], other=0.0)
     wait_for_previous(PDL)
@@ -97,10 +98,10 @@ def _shrink_kernel(
             acc = tl.dot(v, a, acc, input_precision="ieee")
             following = start + SPLIT * BK
             a = tl.load(a_src + following, mask=a_ok & (following + k < K)[:, None], other=0.0)
-        out = states + (split * ROWS + row)[:, None] * WIDTH + n[None, :]
+        out = states + (split * rows + row)[:, None] * WIDTH + n[None, :]
         tl.store(out, acc, mask=m_ok[:, None] & (n < width)[None, :])
         if NORM:
-            tl.store(squares + split * ROWS + row, square, mask=m_ok & (tl.program_id(1) == 0))
+            tl.store(squares + split * rows + row, square, mask=m < tl.where(tl.program_id(1) == 0, count, 0))
 
 
 def shrink(
@@ -132,10 +133,10 @@ def shrink(
     width = parts * weights.max_rank
     bn = max(16, min(64, triton.next_power_of_2(width)))
     count = len(tiles) // 3
-    bk, stages, split = shape or _shrink_shape(rows, k, width // bn + 1, tile, x.element_size())
+    bk, stages, split = shape or _shrink_shape(rows, k, triton.cdiv(width, bn), tile, x.element_size())
     states = torch.empty(split, rows, width, dtype=torch.float32, device=x.device)
     squares = None if norm is None else torch.empty(split, rows, dtype=torch.float32, device=x.device)
-    sizes = {"ROWS": rows, "SITES": weights.table.shape[1], "K": k, "WIDTH": width}
+    sizes = {"SITES": weights.table.shape[1], "K": k, "WIDTH": width}
     tiling = {"BM": tile, "BN": bn, "BK": bk, "SPLIT": split, "STAGES": stages}
     optional = x if norm is None else norm, states if squares is None else squares
     _shrink_kernel[(count, triton.cdiv(width, bn), split)](
@@ -148,6 +149,7 @@ def shrink(
         order,
         tiles,
         site,
+        rows,
         x.stride(0),
         weights.numbers.stride(0),
         **sizes,
@@ -161,15 +163,16 @@ def shrink(
 
 def _shrink_shape(rows: int, k: int, blocks: int, tile: int, itemsize: int) -> tuple[int, int, int]:
     """Returns BK, pipeline stages and splits."""
-    bk = (512 if tile == 16 else 256) // itemsize
+    if tile > 16:  # few variants, because these steps have any number of rows and compile while they run
+        return 256 // itemsize, 3, 4 if rows <= 2048 else 1
+    bk, split = 512 // itemsize, 1
     most = min(MAX_SPLIT, triton.cdiv(k, bk))
-    split = 1
     while split * 2 <= most and split * 2 * blocks * triton.cdiv(rows, tile) <= 2 * PROGRAMS:
         split *= 2
-    return bk, 3, split
+    return bk, 2, split
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["site", "rows"])
 def _expand_kernel(
     states,
     squares,
@@ -181,12 +184,12 @@ def _expand_kernel(
     order,
     tiles,
     site,
+    rows,
     eps,
     factor,
     base_row,
     out_row,
     capacity,
-    ROWS: tl.constexpr,
     SITES: tl.constexpr,
     INPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -233,7 +236,10 @@ def _expand_kernel(
         up_src = numbers + slot * capacity + tl.load(entry + 5) + n.to(tl.int64)[None, :] * up_rank + r[:, None]
         up_scale = tl.load(scales + (slot * SITES + site) * 3 + 1) * factor
     wait_for_previous(PDL)
-    if (count > 0) & ((rank > 0) | GATED):
+    active = count
+    if not GATED:
+        active = tl.where(rank > 0, count, 0)
+    if active > 0:
         m = tl.arange(0, BM)
         m_ok = m < count
         row = tl.load(order + first + m, mask=m_ok, other=0).to(tl.int64)
@@ -242,8 +248,9 @@ def _expand_kernel(
         rstd = tl.full([BM], 1.0, tl.float32)
         if NORM:
             square = tl.zeros([BM], tl.float32)
+            adapted = tl.where(has_adapter, count, 0)
             for split in tl.static_range(SPLIT):
-                square += tl.load(squares + split * ROWS + row, mask=m_ok & has_adapter, other=0.0)
+                square += tl.load(squares + split * rows + row, mask=m < adapted, other=0.0)
             rstd = tl.rsqrt(square / INPUTS + eps)
         acc = tl.zeros([BM, BN], tl.float32)
         for start in range(0, rank, BR):
@@ -252,7 +259,7 @@ def _expand_kernel(
             h = tl.zeros([BM, BR], tl.float32)
             for split in tl.static_range(SPLIT):
                 h_ok = m_ok[:, None] & (start + r < rank)[None, :]
-                h += tl.load(h_src + split * ROWS * WIDTH + shift + start, mask=h_ok, other=0.0)
+                h += tl.load(h_src + split * rows * WIDTH + shift + start, mask=h_ok, other=0.0)
             acc = tl.dot((h * rstd[:, None]).to(b.dtype), b, acc, input_precision="ieee")
         acc *= scale
         source = base + row[:, None] * base_row + column + n[None, :]
@@ -264,7 +271,7 @@ def _expand_kernel(
                 h = tl.zeros([BM, BR], tl.float32)
                 for split in tl.static_range(SPLIT):
                     h_ok = m_ok[:, None] & (start + r < up_rank)[None, :]
-                    h += tl.load(h_src + split * ROWS * WIDTH + rank + start, mask=h_ok, other=0.0)
+                    h += tl.load(h_src + split * rows * WIDTH + rank + start, mask=h_ok, other=0.0)
                 up = tl.dot((h * rstd[:, None]).to(u.dtype), u, up, input_precision="ieee")
             up *= up_scale
             up += tl.load(source + N0, mask=ok, other=0.0).to(tl.float32)
@@ -309,7 +316,7 @@ def expand(
     bn = max(16, min(bn, triton.next_power_of_2(max(outputs))))
     n0, n1, n2 = (*outputs, 0, 0)[:3]
     blocks = triton.cdiv(n0, bn) if gated else sum(triton.cdiv(n, bn) for n in outputs)
-    sizes = {"ROWS": rows, "SITES": weights.table.shape[1], "INPUTS": inputs, "WIDTH": width}
+    sizes = {"SITES": weights.table.shape[1], "INPUTS": inputs, "WIDTH": width}
     parts = {"FIRST": first_part, "N0": n0, "N1": n1, "N2": n2}
     rank = max(16, min(64, triton.next_power_of_2(weights.max_rank)))
     tiling = {"BM": tile, "BN": bn, "BR": rank, "SPLIT": split}
@@ -322,6 +329,7 @@ def expand(
         order,
         tiles,
         site,
+        rows,
         eps,
         factor,
         base.stride(0),

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.kv.kv_pool import LayerKV
-
-if TYPE_CHECKING:
-    from engine.adapters.rows import AdapterRows, StepAdapters
 
 #: A forward pass calls this with (i, the residual stream [T, hidden] before layer i, valid during the call only). After
 #: the last layer, i is the number of layers.
@@ -48,7 +45,7 @@ class ForwardContext(NamedTuple):
     backend: AttentionBackend[Any]
     metadata: Any  # The result of `backend.prepare` for this step.
     layer_hook: LayerHook | None = None  # Called before each layer and after the last. Only `Decoder` supports it.
-    adapters: StepAdapters | None = None  # None: no row of the step has one. Only `Decoder` supports them.
+    adapters: Any = None  # A `StepAdapters`; None: no row of the step has one. Only `Decoder` supports them.
 
 
 class Model(Protocol):
@@ -70,5 +67,5 @@ class Model(Protocol):
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Applies the norm before the LM head to states of `forward`, [R, hidden] to [R, hidden]."""
 
-    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Returns the logits float32[R, vocab] of states [R, hidden] of `forward`; `adapters` are those of the rows."""
+    def logits(self, hidden: Tensor, adapters: Any = None) -> Tensor:
+        """Returns the logits float32[R, vocab] of states [R, hidden] of `forward`. adapters: `AdapterRows`."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.adapters.rows import StepAdapters
-from engine.adapters.slots import AdapterSlots, token_slots, uses_adapters
+from engine.adapters.slots import AdapterSlots
 from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention, TritonMetadata
 from engine.cuda_graphs import CudaGraphs, batch_buckets, unowned_view
 from engine.device import pinned_copy
@@ -30,7 +30,7 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.schedule.scheduler import ScheduledSequence
 from engine.speculation.acceptance import accepted_mask
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, StateLinks, TargetModel
-from engine.step.step_tensors import SlotTables
+from engine.step.step_tensors import SlotTables, token_slots, uses_adapters
 
 
 class DecodeBucket(NamedTuple):
@@ -74,7 +74,7 @@ class DecodeStep:
         self._buckets = {1: buckets}
         if max_seq_drafts:
             self._buckets[self._max_query] = tuple(rows for rows in buckets if rows * max_seq_drafts <= max_drafts)
-        kinds = (False,) if adapters is None else (False, True)
+        kinds = (False,) if adapters is None else (True, False)
         shapes = [
             DecodeBucket(rows, query, adapted)
             for query, sizes in self._buckets.items()

@@ -89,7 +89,7 @@ class PromptStep:
         self._max_rows, self._max_results = max_rows, max_rows + max_drafts
         self._max_new = 1 + max_seq_drafts  # Max tokens of a row that decodes
         self._sizes = tuple(sorted({min(size, max_step_tokens) for size in TOKEN_BUCKETS}))
-        kinds = (False,) if adapters is None else (False, True)
+        kinds = (False,) if adapters is None else (True, False)
         self.shapes = tuple(
             PromptBucket(size, decodes, adapted)
             for size in reversed(self._sizes)

@@ -39,7 +39,7 @@ class SampleStep:
         self._results = torch.zeros(len(slots), dtype=torch.int64, device=slots.device)
         self._adapters = None if adapters is None else adapters.buffer(len(slots))
         self._sizes = tuple(reversed(batch_buckets(len(slots))))
-        kinds = (False,) if adapters is None else (False, True)
+        kinds = (False,) if adapters is None else (True, False)
         #: Rows, and whether they may have adapters.
         self.shapes = tuple((rows, adapted) for rows in self._sizes for adapted in kinds)
         self._graphs = CudaGraphs("sampling", slots.device, self._compute, keep=_without_ownership, describe=_describe)

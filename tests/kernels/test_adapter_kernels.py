@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from engine.adapters.packed import Adapter, pack_adapter
 from engine.adapters.peft import AdapterFile, LoraPair
-from engine.adapters.rows import NO_ADAPTER, AdapterRows, StepAdapters
-from engine.adapters.sites import DecoderSites
+from engine.adapters.rows import NO_ADAPTER, AdapterRows, SlotMemory, StepAdapters
+from engine.adapters.slots import sites_of
 from engine.adapters.torch_rows import TorchRows
 from engine.adapters.triton_rows import RowBuffer
 from engine.attention.base import StepShape
@@ -35,7 +34,7 @@ STEPS = {
     "one row of the base": [NO_ADAPTER],
     "mixed": [2, 0, NO_ADAPTER, 0, 2, 1, NO_ADAPTER, 0],
     "several tiles": [1] * 20 + [NO_ADAPTER] * 3 + [0] * 17 + [1] * 5,
-    "large tiles": [0] * 150 + [2] * 90 + [NO_ADAPTER] * 30,
+    "large tiles": [0] * 130 + [2] * 90 + [NO_ADAPTER] * 40,
 }
 
 
@@ -48,22 +47,18 @@ class Rig:
         self.fused = Decoder(spec, 64, device, dtype, fused=True)
         weights.randomize(self.plain, 1)
         self.fused.load_state_dict(self.plain.state_dict())
-        self.sites, self.device = DecoderSites(self.plain), device
+        self.sites, self.device = sites_of(self.plain), device
         files = [self.file(seed, rank) for seed, rank in enumerate((5, 16, 40))]
         self.adapters = [pack_adapter(file, self.sites, dtype, pin=False) for file in files]
         # The capacity is that of the largest adapter; what lies behind a smaller one is NaN and must not be read.
         numbers = torch.full((SLOTS, max(len(a.numbers) for a in self.adapters)), float("nan"), dtype=dtype)
         for slot, adapter in enumerate(self.adapters):
             numbers[slot, : len(adapter.numbers)] = adapter.numbers
-        self.slots: Any = SimpleNamespace(
-            sites=DecoderSites(self.fused),
-            count=SLOTS,
-            max_rank=MAX_RANK,
-            device=device,
-            numbers=numbers.to(device),
-            table=torch.stack([a.table for a in self.adapters]).to(device),
-            scales=torch.stack([a.scales for a in self.adapters]).to(device),
+        table, scales = (
+            torch.stack(parts) for parts in zip(*((a.table, a.scales) for a in self.adapters), strict=True)
         )
+        on_device = (part.to(device) for part in (numbers, table, scales))
+        self.memory = SlotMemory(sites_of(self.fused), MAX_RANK, *on_device)
 
     def file(self, seed: int, rank: int) -> AdapterFile:
         """Makes an adapter of some modules, with another rank for some."""
@@ -79,7 +74,7 @@ class Rig:
 
     def rows(self, slots: list[int], *, kernels: bool, padding: int = 0) -> AdapterRows:
         if kernels:
-            buffer = RowBuffer(self.slots, len(slots) + padding)
+            buffer = RowBuffer(self.memory, len(slots) + padding)
             buffer.stage(np.array(slots), len(slots) + padding)
             return buffer.rows(len(slots) + padding)
         adapters: list[Adapter | None] = list(self.adapters)
@@ -96,23 +91,21 @@ def rig() -> Rig:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("normed", [True, False])
-def test_kernels_equal_torch(name: str, normed: bool, rig: Rig, gen: torch.Generator) -> None:
+def test_kernels_equal_torch(name: str, rig: Rig, gen: torch.Generator) -> None:
+    """qkv has a norm before it and three parts, out has neither."""
     slots = STEPS[name]
     pair = [rig.rows(slots, kernels=kernels) for kernels in (True, False)]
     layer = rig.plain.layer_list[0]
-    norm = layer.attention_norm if normed else None
-    for site in rig.sites.all:
-        if site.is_embedding:
-            continue
+    for linear, norm in ((layer.attention.qkv, layer.attention_norm), (layer.attention.out, None)):
+        site = rig.sites.of(linear)
         x = torch.randn(len(slots), site.inputs, generator=gen)
         outs = [torch.ones(len(slots), sum(site.outputs)) for _ in pair]
         for rows, out in zip(pair, outs, strict=True):
-            rows.add(out, x, site, norm if site.inputs == 48 else None, factor=0.7)
+            rows.add(out, x, site, norm, factor=0.7)
         torch.testing.assert_close(outs[0], outs[1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ["one row", "mixed"])
 def test_other_operations_equal_torch(name: str, rig: Rig, gen: torch.Generator) -> None:
     slots = STEPS[name]
     pair = [rig.rows(slots, kernels=kernels) for kernels in (True, False)]
@@ -155,5 +148,7 @@ def test_rows_without_a_sequence_are_finite(rig: Rig, gen: torch.Generator) -> N
     """A graph has more rows than the step: these are rows of the base."""
     layer = rig.plain.layer_list[0]
     rows = rig.rows([0, 1], kernels=True, padding=6)
-    out = rows.swiglu(torch.ones(8, 160), torch.randn(8, 48, generator=gen), rig.sites.of(layer.mlp.gate_up), layer.mlp_norm)
+    out = rows.swiglu(
+        torch.ones(8, 160), torch.randn(8, 48, generator=gen), rig.sites.of(layer.mlp.gate_up), layer.mlp_norm
+    )
     torch.testing.assert_close(out[2:], torch.full((6, 80), float(torch.nn.functional.silu(torch.ones(())))))

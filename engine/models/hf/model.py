@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ from engine.models.base import ForwardContext
 from engine.models.hf.spec import HfSpec, build_model, explain_refusal, read_hf_config, replace_decoder
 from engine.models.weights import only_pickled
 from engine.progress import progress
-
-if TYPE_CHECKING:
-    from engine.adapters.rows import AdapterRows
 
 ATTENTION_NAME = "baton"  # Name of our attention function in transformers' registry.
 VERIFY_TOKENS, VERIFY_BLOCK_SIZE = 24, 4
@@ -106,7 +103,7 @@ class HfModel:
         """Returns its argument: `forward` has already applied the final norm."""
         return hidden
 
-    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Any = None) -> Tensor:
         assert adapters is None, "adapters are for a Decoder"
         logits: Tensor = self._causal(inputs_embeds=hidden[None]).logits[0]
         return logits.float()
