@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from common.errors import ConfigError, InvalidRequest
 from common.types import SamplingParams
 from engine.llm import LLM, Completion
 from tests.lora.lora_rig import DOWN, GATE, LAYER_MODULES, OUT, UP, Q, V, merge, save_adapter
+from tests.rigs.engine.draft_models import draft_settings, tiny_target
 from tests.rigs.engine.tiny_models import MOE_CASES, TINY_ENGINE, save_reference, tiny_prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
@@ -145,6 +147,25 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     prompts = [tiny_prompt(19, seed=i) for i in range(4)]
     for name, completion in zip([None, "one"] * 2, answers(llm, [None, "one"] * 2, prompts), strict=True):
         oracle.check(completion, name)
+
+
+def test_draft_models_and_heads(tmp_path: Path) -> None:
+    """They draft for the base: what an adapter says differently is rejected, and preemption changes nothing."""
+    directory = tiny_target(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    paths = {
+        "weak": save_adapter(tmp_path / "weak", model, seed=1, size=0.05),
+        "strong": save_adapter(tmp_path / "strong", model, seed=2),
+    }
+    oracle = Oracle(directory, paths, {None: model, **{name: merge(model, path) for name, path in paths.items()}})
+    names: list[str | None] = [None, "weak", "strong"] * 2
+    prompts = [torch.randint(3, 48, (9 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(6)]
+    for kind, settings in draft_settings(directory, tmp_path).items():
+        if kind in ("draft_model", "eagle", "eagle3"):
+            llm = make_llm(oracle, **settings, num_blocks=40)
+            for name, completion in zip(names, answers(llm, names, prompts, max_tokens=16), strict=True):
+                oracle.check(completion, name)
+            llm.engine.close()
 
 
 def test_a_quantised_base(oracle: Oracle) -> None:
