@@ -88,6 +88,7 @@ class ValidRequest:
     grammar: Grammar | None = None
     output_ids: tuple[int, ...] = ()  #: Tokens that another pod generated before; empty for a new request.
     child: int = 0  #: First sequence among the client's n; not 0 only for a request that continues.
+    adapter: str = ""  #: Digest of the LoRA adapter; empty for the base model. Block hashes contain it.
 
     @property
     def prompt_len(self) -> int:

@@ -193,9 +193,10 @@ class DecodeHandOff:
 
     def _publish(self, lease: Lease) -> None:
         """Makes the prompt's full blocks visible in the prefix cache."""
-        layout, salt = self._pod.engine.layout, self.request.cache_salt
-        hasher = BlockHasher(layout.fingerprint, layout.block_size, salt, known=self._hashes)
-        self._hashes = hasher.extend(self.request.context_ids)
+        layout, request = self._pod.engine.layout, self.request
+        extra = request.cache_salt, request.adapter
+        hasher = BlockHasher(layout.fingerprint, layout.block_size, *extra, known=self._hashes)
+        self._hashes = hasher.extend(request.context_ids)
         lease.publish(self._hashes)
 
     def _run(self, seqs: abc.Sequence[Sequence]) -> None:

@@ -36,11 +36,18 @@ class EngineConfig(PodEngineSettings):
         "chunk_tokens is 0 too",
         was=("prompt_budget",),
     )
+    max_adapters: int = setting(
+        kinds.integer(0, 1024), 0, "LoRA adapters on the device at once; 0: adapters are not supported"
+    )
+    max_adapter_rank: int = setting(kinds.integer(1, 256), 16, "Largest rank of an adapter")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_blocks and self.kv_memory:
             raise ConfigError("num_blocks and kv_memory exclude each other", field="num_blocks")
+        if self.max_adapters and self.deterministic:
+            problem = "products with adapters have no fixed order of sums: leave it off"
+            raise ConfigError(f"deterministic: {problem}", field="deterministic")
 
     @property
     def local_ranks(self) -> int:

@@ -28,6 +28,8 @@ from common.kv_layout import KVLayout
 from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
+from engine.adapters.packed import Adapter
+from engine.adapters.slots import AdapterNames, AdapterSlots, sites_of
 from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
 from engine.attention.latent import LatentAttentionBackend
 from engine.attention.torch_backend import TorchAttention
@@ -152,6 +154,7 @@ class Engine:
             self.runner,
             max_model_len=self.max_model_len,
             overlap=config.resolve_overlap(device),
+            assign_adapters=None if self._slots is None else self._slots.assign,
             draft_model_lags=self.runner.draft_model_lags,
         )
         self.counters = self._stepper.counters
@@ -171,6 +174,12 @@ class Engine:
         dtype = config.resolve_dtype(device)
         model = self._builder.load(max_len, dtype, keep_head=draft is not None)
         make_draft = None if draft is None else draft.load(model, max_len, device, TORCH_DTYPES[dtype])
+        self._adapters: AdapterNames | None = None
+        self._slots: AdapterSlots | None = None
+        if config.max_adapters:
+            sites, on_gpu, max_rank = sites_of(model), device.type == "cuda", config.max_adapter_rank
+            self._adapters = AdapterNames(sites, TORCH_DTYPES[dtype], max_rank, pin=on_gpu)
+            self._slots = AdapterSlots(sites, config.max_adapters, max_rank, device, TORCH_DTYPES[dtype])
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
             from engine.sampling.device_sampler import DeviceSampler
@@ -258,6 +267,7 @@ class Engine:
         `grammar` is the request's grammar, compiled; without it this method compiles it, which may take a second.
         Raises InvalidRequest if it cannot be compiled, BatonError if `output` does not match it.
         """
+        adapter = self.adapters.with_digest(request.adapter) if request.adapter else None
         constraint = None
         if needs_constraint(request):
             self._check_ids(request, output)
@@ -270,8 +280,27 @@ class Engine:
             block_size=self.layout.block_size,
             output=output,
             constraint=constraint,
+            adapter=adapter,
             **kwargs,
         )
+
+    @property
+    def adapters(self) -> AdapterNames:
+        """The LoRA adapters on the host. Raises InvalidRequest if the engine has no room for adapters."""
+        if self._adapters is None:
+            raise InvalidRequest("the engine has no adapters: set max_adapters", field="adapter")
+        return self._adapters
+
+    def add_adapter(self, directory: Path, name: str) -> Adapter:
+        """Loads an adapter in PEFT's format to the host, under a new name or in place of another. Any thread.
+
+        Requests that are under way stay with the old one. Raises ConfigError if the adapter is refused.
+        """
+        return self.adapters.add(directory, name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter; requests that are under way keep it. Raises InvalidRequest for an unknown name."""
+        self.adapters.remove(name)
 
     def add(self, seq: Sequence) -> None:
         """Adds a sequence and its lease. If this raises (usually InvalidRequest), the lease is finished."""
@@ -397,6 +426,7 @@ class Engine:
             max_drafts=self._max_drafts,
             rejection=self.config.speculation_accept == "rejection",
             draft_model=draft,
+            adapters=self._slots,
         )
 
 

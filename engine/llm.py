@@ -123,6 +123,7 @@ class LLM:
         ignore_eos: bool = False,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         cache_salt: str = "",
+        adapter: str | Sequence[str | None] | None = None,
         show_progress: bool = True,
     ) -> list[Completion]:
         """Generates completions for prompts, concurrently as far as memory allows.
@@ -134,6 +135,7 @@ class LLM:
             ignore_eos: Do not stop at the model's end-of-sequence tokens.
             grammar: A grammar that the output has to match, one for all prompts or a list.
             cache_salt: Prompts share prefix cache entries only with prompts of the same salt.
+            adapter: The name of a LoRA adapter (`add_adapter`), one for all prompts or a list; None for the base model.
             show_progress: Show a bar on a terminal, else log lines.
 
         Returns the completions in the order of the prompts; n in a row for params with n > 1, which share one prefill.
@@ -143,7 +145,7 @@ class LLM:
         if any(isinstance(p, int) for p in texts):
             raise InvalidRequest("put the token ids of one prompt in a list of prompts: [[1, 2, 3]]", field="prompts")
         pairs = [(p, self.encode(p)) if isinstance(p, str) else (None, tuple(p)) for p in texts]
-        return self._complete(pairs, params, ignore_eos, grammar, cache_salt, show_progress)
+        return self._complete(pairs, params, ignore_eos, grammar, cache_salt, adapter, show_progress)
 
     def chat(
         self,
@@ -153,6 +155,7 @@ class LLM:
         ignore_eos: bool = False,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         cache_salt: str = "",
+        adapter: str | Sequence[str | None] | None = None,
         show_progress: bool = True,
     ) -> list[Completion]:
         """Generates completions for one conversation or a list of them, rendered by the model's chat template.
@@ -163,7 +166,15 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         rendered = [self.template.render(conversation) for conversation in conversations]
         pairs = [(text, self.encode(text, special_tokens=False)) for text in rendered]
-        return self._complete(pairs, params, ignore_eos, grammar, cache_salt, show_progress)
+        return self._complete(pairs, params, ignore_eos, grammar, cache_salt, adapter, show_progress)
+
+    def add_adapter(self, directory: Path | str, name: str) -> None:
+        """Loads a LoRA adapter in PEFT's format, for the argument `adapter`. See `Engine.add_adapter`."""
+        self.engine.add_adapter(Path(directory), name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets a LoRA adapter. Raises InvalidRequest for an unknown name."""
+        self.engine.remove_adapter(name)
 
     def _complete(
         self,
@@ -172,6 +183,7 @@ class LLM:
         ignore_eos: bool,
         grammar: Grammar | Sequence[Grammar | None] | None,
         cache_salt: str,
+        adapter: str | Sequence[str | None] | None,
         show_progress: bool,
     ) -> list[Completion]:
         params = SamplingParams(temperature=0.0) if params is None else params
@@ -181,14 +193,24 @@ class LLM:
             raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} params", field="params")
         if len(grammars) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(grammars)} grammars", field="grammar")
+        adapters = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(adapters) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(adapters)} adapters", field="adapter")
         if not ignore_eos:
             each = [replace(p, stop_token_ids=(*p.stop_token_ids, *self.engine.eos_token_ids)) for p in each]
         with self._turn:
             call = _GenerateCall()
-            for (text, ids), sampling, wanted in zip(prompts, each, grammars, strict=True):
+            digests = ["" if name is None else self.engine.adapters.named(name).digest for name in adapters]
+            for (text, ids), sampling, wanted, digest in zip(prompts, each, grammars, digests, strict=True):
                 self._requests += 1
                 request = ValidRequest(
-                    f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt, grammar=wanted
+                    f"local-{self._requests}",
+                    self.engine.layout.model,
+                    ids,
+                    sampling,
+                    cache_salt,
+                    grammar=wanted,
+                    adapter=digest,
                 )
                 for child in range(sampling.n):
                     call.completions[request.request_id, child] = Completion(text, ids, self.decode, child=child)

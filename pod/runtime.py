@@ -376,7 +376,8 @@ class PodRuntime:
         """Returns the hashes of the prompt's leading full blocks that a cache may supply, of at most max_blocks."""
         fingerprint, size = self.engine.layout.fingerprint, self.engine.layout.block_size
         tokens = request.context_ids[: min(max_blocks, matchable_blocks(request.context_len, size)) * size]
-        return hash_blocks(tokens, fingerprint=fingerprint, block_size=size, salt=request.cache_salt)
+        extra = {"salt": request.cache_salt, "adapter": request.adapter}
+        return hash_blocks(tokens, fingerprint=fingerprint, block_size=size, **extra)
 
     def info(self) -> transfer_pb2.InfoResponse:
         """Returns the authoritative description of this pod. Any thread."""

@@ -33,6 +33,7 @@ class Driver:
         self.engine = engine
         self.loop = EngineLoop(engine, self._on_step)
         self.seen: Steps = []  # Steps since the last begin().
+        self.adapters: Sequence[str] = ("",)  # Digests of the adapters of the requests, in turn.
         self._ids = itertools.count()
         self._names: list[str] = []
         self._left = 0
@@ -75,8 +76,9 @@ class Driver:
         self._left = len(prompts)
         self._names = [f"bench-{next(self._ids)}" for _ in prompts]
         began = time.perf_counter()
+        adapters = itertools.cycle(self.adapters)
         for name, prompt, params in zip(self._names, prompts, sampling, strict=True):
-            request = ValidRequest(name, self.engine.layout.model, tuple(prompt), params)
+            request = ValidRequest(name, self.engine.layout.model, tuple(prompt), params, adapter=next(adapters))
             self.loop.add(self.engine.new_sequence(request, hand_off=hand_off), self._refused)
         return began
 

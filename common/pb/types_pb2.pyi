@@ -250,6 +250,7 @@ class ValidRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     CHILD_FIELD_NUMBER: _builtins.int
@@ -261,6 +262,8 @@ class ValidRequest(_message.Message):
     """Separates the prefix caches of tenants; part of every block hash."""
     priority: _builtins.int
     """Higher runs earlier; 0 is normal."""
+    adapter: _builtins.str
+    """Digest of the LoRA adapter, part of every block hash; empty: the base model."""
     child: _builtins.int
     """Index of that sequence among the client's n, from 0. It is part of the random numbers' key and of every delta."""
     @_builtins.property
@@ -291,13 +294,14 @@ class ValidRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        adapter: _builtins.str = ...,
         grammar: Global___Grammar | None = ...,
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
         child: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "child", b"child", "grammar", b"grammar", "model", b"model", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "child", b"child", "grammar", b"grammar", "model", b"model", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,7 @@ class ForwardContext(NamedTuple):
     backend: AttentionBackend[Any]
     metadata: Any  # The result of `backend.prepare` for this step.
     layer_hook: LayerHook | None = None  # Called before each layer and after the last. Only `Decoder` supports it.
+    adapters: Any = None  # A `StepAdapters`; None: no row of the step has one. Only `Decoder` supports them.
 
 
 class Model(Protocol):
@@ -71,5 +72,5 @@ class Model(Protocol):
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Applies the norm before the LM head to states of `forward`, [R, hidden] to [R, hidden]."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits float32[R, vocab] of states [R, hidden] of `forward`."""
+    def logits(self, hidden: Tensor, adapters: Any = None) -> Tensor:
+        """Returns the logits float32[R, vocab] of states [R, hidden] of `forward`. adapters: `AdapterRows`."""

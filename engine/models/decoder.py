@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from engine.adapters.ops import AdapterOps
+from engine.adapters.rows import AdapterRows, StepAdapters
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
@@ -63,7 +65,7 @@ class Layer(nn.Module):
             projected = ops.norm_linear(x, self.attention_norm, attention.qkv)
         attended = attend(projected, attention, cache)
         if rows is not None:
-            x, attended = x[rows], attended[rows]
+            x, attended, ops = x[rows], attended[rows], ops.for_results()
         x = ops.add_linear(x, attended, self.attention.out)
         if isinstance(self.mlp, MoE):
             return ops.add_experts(x, self.mlp_norm, self.mlp)
@@ -72,8 +74,12 @@ class Layer(nn.Module):
 
     def write_kv(self, x: Tensor, cache: LayerKV, ops: TorchOps, write: StepFn) -> None:
         """Computes and writes the keys and values of all tokens, without attention and MLP."""
-        kv = self.attention.kv_down if isinstance(self.attention, LatentAttention) else self.attention.kv
-        write(ops.norm_linear(x, self.attention_norm, kv), self.attention, cache)
+        attention = self.attention
+        if isinstance(attention, LatentAttention):
+            kv = ops.norm_linear(x, self.attention_norm, attention.kv_down)
+        else:
+            kv = ops.norm_kv(x, self.attention_norm, attention)
+        write(kv, attention, cache)
 
 
 class Decoder(nn.Module):
@@ -185,6 +191,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         """Computes hidden states [R, hidden] before the final norm."""
+        if context.adapters is not None:
+            return self._forward(AdapterOps(self._ops, context.adapters), tokens, positions, context, rows)
         if self._row_ops is not None and len(tokens) == 1:
             with self._row_ops.one_thread():
                 return self._forward(self._row_ops, tokens, positions, context, rows)
@@ -198,16 +206,18 @@ class Decoder(nn.Module):
         if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
             last.write_kv(x, cache, ops, self._kv_write_for(ops, positions, context))
             context = context._replace(metadata=context.backend.select_tokens(context.metadata, rows, positions))
-            x, attend, rows = x[rows], self._attention_for(ops, positions[rows], context), None
+            attend, ops = self._attention_for(ops, positions[rows], context), ops.for_results()
+            x, rows = x[rows], None
         x = last.forward(x, cache, ops, attend, rows)
         if hook is not None:
             hook(len(self.layers), x)
         return x
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
-        x = self._run_body(self._ops, tokens, context, self._attention_for(self._ops, positions, context))
-        write = self._kv_write_for(self._ops, positions, context)
-        self.layer_list[-1].write_kv(x, context.cache[len(self.layers) - 1], self._ops, write)
+        ops = self._ops if context.adapters is None else AdapterOps(self._ops, context.adapters)
+        x = self._run_body(ops, tokens, context, self._attention_for(ops, positions, context))
+        write = self._kv_write_for(ops, positions, context)
+        self.layer_list[-1].write_kv(x, context.cache[len(self.layers) - 1], ops, write)
 
     def _attention_for(self, ops: TorchOps, positions: Tensor, context: ForwardContext) -> StepFn:
         latent = isinstance(self.spec, LatentModelSpec)
@@ -220,6 +230,8 @@ class Decoder(nn.Module):
     def _run_body(self, ops: TorchOps, tokens: Tensor, context: ForwardContext, attend: StepFn) -> Tensor:
         """Returns the residual stream [T, hidden] before the last layer."""
         x = F.embedding(tokens, self.embedding.weight)
+        if context.adapters is not None:
+            context.adapters.tokens.add_embedding(x, tokens)
         if self.spec.embedding_multiplier != 1.0:
             x.mul_(self.spec.embedding_multiplier)
         for index, layer in enumerate(self.layer_list):
@@ -232,8 +244,10 @@ class Decoder(nn.Module):
     def final_norm(self, hidden: Tensor) -> Tensor:
         return rms_norm_torch(hidden, self.norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        if self._row_ops is not None and len(hidden) == 1:
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        if adapters is not None:
+            logits = AdapterOps(self._ops, StepAdapters(adapters)).logits(hidden, self.norm, self.head)
+        elif self._row_ops is not None and len(hidden) == 1:
             with self._row_ops.one_thread():
                 logits = self._row_ops.logits(hidden, self.norm, self.head)
         else:

@@ -62,6 +62,10 @@ class TorchOps:
         """Whether the weights are those of the whole model, not of one rank."""
         return self._all_reduce is None
 
+    def for_results(self) -> TorchOps:
+        """Returns the operations for those tokens of the step alone that need hidden states."""
+        return self
+
     def place(self, linear: Linear, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         """Gives a layer its quantised weight, in the form with which these operations multiply inputs of `dtype`."""
         place(linear, weight, dtype)
@@ -161,6 +165,10 @@ class TorchOps:
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         """Returns linear(norm(x)), [T, out]."""
         return product(rms_norm_torch(x, norm), linear)
+
+    def norm_kv(self, x: Tensor, norm: RMSNorm, attention: Attention) -> Tensor:
+        """Returns the keys and values of norm(x), [T, 2 * kv_heads * D]."""
+        return self.norm_linear(x, norm, attention.kv)
 
     def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
         """Returns silu(gate(norm(x))) * up(norm(x)), [T, intermediate]. gate is the first half of gate_up's rows."""

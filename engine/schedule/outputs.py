@@ -10,6 +10,20 @@ from common.types import FinishReason, PromptLogprobs, Token
 from engine.schedule.sequence import Sequence
 
 
+@dataclass(slots=True)
+class SchedulerStats:
+    """Numbers of sequences and tokens; `preemptions` and the fields below it count since the start."""
+
+    running: int = 0
+    waiting: int = 0
+    num_preempted: int = 0  # Preempted sequences that wait for blocks; included in `waiting`
+    queued_tokens: int = 0  # Prompt tokens of all sequences that are not computed, including those to compute again
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    fully_restored: int = 0  # Preempted sequences that got back all KV that they had
+    partly_recomputed: int = 0  # Preempted sequences that lost a part of their KV
+
+
 @dataclass(slots=True)  # never changed, but not frozen: a frozen instance takes three times as long to make
 class SequenceOutput:
     """The result of one step for one sequence."""

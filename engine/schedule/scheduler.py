@@ -28,6 +28,7 @@ from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.types import MAX_N, FinishReason
 from engine.kv.blocks import BlockCopy, BlockPool, Lease
 from engine.schedule.chunks import ChunkPolicy
+from engine.schedule.outputs import SchedulerStats
 from engine.schedule.sequence import DraftTokens, Sequence
 
 if TYPE_CHECKING:
@@ -79,20 +80,6 @@ class ScheduledSequence(NamedTuple):
     drafts: tuple[int, ...] = ()  # Guesses of the tokens after the newest one; the last of the `num_new` tokens
     draft_probs: Tensor | None = None  # See DraftTokens.probs
     block_copy: BlockCopy | None = None  # A copy to make before anything of the step is written
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Numbers of sequences and tokens; `preemptions` and the fields below it count since the start."""
-
-    running: int = 0
-    waiting: int = 0
-    num_preempted: int = 0  # Preempted sequences that wait for blocks; included in `waiting`
-    queued_tokens: int = 0  # Prompt tokens of all sequences that are not computed, including those to compute again
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    fully_restored: int = 0  # Preempted sequences that got back all KV that they had
-    partly_recomputed: int = 0  # Preempted sequences that lost a part of their KV
 
 
 def _priority_key(seq: Sequence) -> tuple[int, int, int]:
@@ -209,6 +196,11 @@ class Scheduler:
     def request_ids(self) -> list[str]:
         """Returns the ids of all requests with waiting or running sequences."""
         return list(self._by_request)
+
+    @property
+    def queues(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The running and the waiting sequences, each in order."""
+        return self._running, self._waiting
 
     @property
     def has_work(self) -> bool:

@@ -29,6 +29,8 @@ from engine.sampling.constraint import Constraint
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.adapters.packed import Adapter
+
 
 class DraftTokens(NamedTuple):
     """Guesses of the tokens that follow a sequence; each assumes that all guesses before it are right."""
@@ -98,6 +100,8 @@ class Sequence:
     pooled_end: int  # End of the tokens that are pooled
     logit_ids: tuple[int, ...]  # Tokens of the logits after the prompt that the request asks for
     logits: Tensor | None  # These logits, float32 [len(logit_ids)]; set with the first token
+    adapter: Adapter | None  # The adapter that changes the model for this sequence; it stays until the end
+    adapter_slot: int | None  # The adapter's slot on the device; None while it has none, -1 without an adapter
     _fingerprint: str
     _hasher: BlockHasher
 
@@ -113,6 +117,7 @@ class Sequence:
         hand_off: bool = False,
         constraint: Constraint | None = None,
         pooling: Pooling | None = None,
+        adapter: Adapter | None = None,  # That of `request.adapter`
         logit_ids: abc.Sequence[int] = (),
         child: int = 0,
         hashes: abc.Sequence[bytes] = (),  # Hashes of the first blocks, if the caller has computed them
@@ -135,8 +140,10 @@ class Sequence:
         pooled = range(0) if pooling is None else pooling.tokens(self.prompt_len)
         self.pooling, self.pooled, self.next_pooled, self.pooled_end = pooling, None, pooled.start, pooled.stop
         self.logit_ids, self.logits = tuple(logit_ids), None
+        assert request.adapter == ("" if adapter is None else adapter.digest)
+        self.adapter, self.adapter_slot = adapter, -1 if adapter is None else None
         self._fingerprint = fingerprint
-        self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt, known=hashes)
+        self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt, request.adapter, known=hashes)
 
     @property
     def wants_states(self) -> bool:
@@ -145,8 +152,9 @@ class Sequence:
 
     @property
     def blocked(self) -> bool:
-        """Whether it is not scheduled now: its reader is too slow, or a mask of its constraint is late."""
-        return self.paused or (self.constraint is not None and self.constraint.busy)
+        """Whether it is not scheduled now: its reader is too slow, its adapter or a mask of its constraint is late."""
+        late = self.constraint is not None and self.constraint.busy
+        return self.paused or late or self.adapter_slot is None
 
     @property
     def num_output(self) -> int:
@@ -243,7 +251,9 @@ class Sequence:
             hand_off=self.hand_off,
             constraint=None if self.constraint is None else self.constraint.child(child),
             child=child,
+            adapter=self.adapter,
         )
+        other.adapter_slot = self.adapter_slot
         other.cached_tokens, other.host_tokens = self.cached_tokens, self.host_tokens
         other.paused, other.arrival = self.paused, self.arrival
         other.next_prompt_logprob = other.prompt_len

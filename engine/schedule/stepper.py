@@ -123,6 +123,8 @@ class Stepper(Generic[L]):
         max_model_len: int,  # A sequence ends at this length, also if its max_tokens allows more
         overlap: bool,
         speculator: StepSpeculator | None = None,  # Proposes drafts; None for no drafts
+        assign_adapters: Callable[[abc.Sequence[Sequence], abc.Sequence[Sequence]], None]
+        | None = None,  # Of AdapterSlots
         draft_model_lags: bool = False,  # Steps without drafts compute no KV of the draft model for the decodes
     ) -> None:
         self.counters = EngineCounters()
@@ -131,6 +133,7 @@ class Stepper(Generic[L]):
         self.under_way: tuple[list[ScheduledSequence], ...] = ()
         self._scheduler, self._pool, self._runner = scheduler, pool, runner
         self._max_model_len, self._overlap, self._draft_model_lags = max_model_len, overlap, draft_model_lags
+        self._assign_adapters = assign_adapters
         self._in_flight: InFlightStep[L] | None = None
         self._launches_late = False  # The step that is launched next comes after a result, because of drafts
         self._ended_at = 0.0
@@ -181,6 +184,8 @@ class Stepper(Generic[L]):
         failed: list[SequenceOutput] = []
         try:
             drafts = NO_DRAFTS
+            if self._assign_adapters is not None:
+                self._assign_adapters(*self._scheduler.queues)
             if self.speculator is not None and current is None:
                 drafts = self.speculator.draft(self._scheduler.draft_candidates())
             scheduled = self._scheduler.schedule(drafts)

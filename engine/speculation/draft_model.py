@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.adapters.rows import StepAdapters
 from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
@@ -124,6 +125,7 @@ class EagleDraftModel:
         *,
         rows: Tensor | None,
         links: StateLinks,
+        adapters: StepAdapters | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the target and the head, and writes the KV of both.
 
@@ -140,14 +142,17 @@ class EagleDraftModel:
 
         # EAGLE reads the state after the last layer, of all tokens. EAGLE-3 may read it too.
         needs_all_tokens = not self._aux_layers or self._target_layers in self._aux_layers
-        context = ForwardContext(target.cache, target.backend, metadata, hook)
+        context = ForwardContext(target.cache, target.backend, metadata, hook, adapters)
+        if needs_all_tokens and adapters is not None:
+            context = context._replace(adapters=StepAdapters(adapters.tokens))
         hidden = model.forward(tokens, positions, context, None if needs_all_tokens else rows)
         states = self._head.fuse(aux_states) if self._aux_layers else model.final_norm(hidden)
         if needs_all_tokens and rows is not None:
             hidden = hidden[rows]
         prev_states = torch.cat([states[:1], states[:-1]])
         prev_states.index_copy_(0, links.firsts, self.initial_states(links.blocks_before))
-        self._head.write_kv(tokens, prev_states, positions, context._replace(cache=self._cache, layer_hook=None))
+        own = ForwardContext(self._cache, target.backend, metadata)  # the head drafts for all adapters
+        self._head.write_kv(tokens, prev_states, positions, own)
         return hidden, states
 
     def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:

@@ -12,11 +12,14 @@ samples after every token of a row as if all drafts before it were right, and th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapters.rows import StepAdapters
+from engine.adapters.slots import AdapterSlots
 from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention, TritonMetadata
 from engine.cuda_graphs import CudaGraphs, batch_buckets, unowned_view
 from engine.device import pinned_copy
@@ -27,7 +30,18 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.schedule.scheduler import ScheduledSequence
 from engine.speculation.acceptance import accepted_mask
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, StateLinks, TargetModel
-from engine.step.step_tensors import SlotTables
+from engine.step.step_tensors import SlotTables, token_slots, uses_adapters
+
+
+class DecodeBucket(NamedTuple):
+    """Shape of one graph."""
+
+    rows: int
+    query: int  # Tokens of a row
+    adapted: bool = False  # Rows may have adapters
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {self.query} tokens{' with adapters' if self.adapted else ''}"
 
 
 class DecodeStep:
@@ -46,6 +60,7 @@ class DecodeStep:
         max_seq_drafts: int = 0,
         max_drafts: int = 0,  # Max drafts of a step. It bounds the number of sequences of a step with drafts
         draft_model: DraftModel | None = None,  # An EAGLE head's layers are in each step, a lagging model's in none
+        adapters: AdapterSlots | None = None,
     ) -> None:
         assert 0 <= max_seq_drafts < DECODE_TOKENS
         assert max_seq_drafts <= max_drafts
@@ -59,14 +74,21 @@ class DecodeStep:
         self._buckets = {1: buckets}
         if max_seq_drafts:
             self._buckets[self._max_query] = tuple(rows for rows in buckets if rows * max_seq_drafts <= max_drafts)
-        shapes = [(rows, query) for query, sizes in self._buckets.items() for rows in sizes]
-        self.shapes = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape), reverse=True)
-        most_tokens = max(rows * query for rows, query in self.shapes)
-        words = max(rows * packed_width(query, self._block_size) for rows, query in self.shapes)
+        kinds = (False,) if adapters is None else (True, False)
+        shapes = [
+            DecodeBucket(rows, query, adapted)
+            for query, sizes in self._buckets.items()
+            for rows in sizes
+            for adapted in kinds
+        ]
+        self.shapes = sorted(shapes, key=lambda shape: (shape.rows * shape.query, shape), reverse=True)
+        most_tokens = max(shape.rows * shape.query for shape in shapes)
+        words = max(shape.rows * packed_width(shape.query, self._block_size) for shape in shapes)
+        self._adapters = None if adapters is None else adapters.buffer(most_tokens)
         self._packed = torch.zeros(words, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.empty(max_rows, most_tokens, slot_tables.width, self._device)
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
-        self._graphs = CudaGraphs("decode", self._device, self._compute, keep=_without_ownership, describe=_describe)
+        self._graphs = CudaGraphs("decode", self._device, self._compute, keep=_without_ownership, describe=str)
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:
@@ -82,8 +104,8 @@ class DecodeStep:
             and all(entry.samples and entry.num_new == 1 + len(entry.drafts) for entry in scheduled)
         )
 
-    def stage(self, scheduled: Sequence[ScheduledSequence]) -> tuple[int, int]:
-        """Copies the rows of a step to the device. Returns its bucket: rows and query length."""
+    def stage(self, scheduled: Sequence[ScheduledSequence]) -> DecodeBucket:
+        """Copies the rows of a step to the device. Returns its bucket."""
         query = self._query(scheduled)
         rows = next(size for size in self._buckets[query] if size >= len(scheduled))
         size, count = self._block_size, len(scheduled)
@@ -114,22 +136,25 @@ class DecodeStep:
         touched = np.minimum(base[:, None] + np.arange(blocks_touched(query, size)), last[:, None])
         packed[:count, HEADER + query :] = self._tables.blocks[slots[:, None], touched]
         self._send(packed)
-        return rows, query
+        bucket = DecodeBucket(rows, query, self._adapters is not None and uses_adapters(scheduled))
+        if self._adapters is not None and bucket.adapted:
+            self._adapters.stage(token_slots(scheduled), rows * query)
+        return bucket
 
-    def run(self, rows: int, query: int) -> tuple[Tensor, Tensor]:
-        """Queues the staged step. `rows` and `query` are its bucket, as returned by `stage`.
+    def run(self, bucket: DecodeBucket) -> tuple[Tensor, Tensor]:
+        """Queues the staged step, whose bucket `stage` has returned.
 
         Returns two buffers that the next step overwrites: the results, int64 [T], the token sampled after each token of
         the rows in order, -1 where the logits were not finite; and the logits, float32 [T, vocab].
         """
-        return self._graphs.run((rows, query))
+        return self._graphs.run(bucket)
 
-    def capture(self, shapes: Sequence[tuple[int, int]] | None = None) -> None:
+    def capture(self, shapes: Sequence[DecodeBucket] | None = None) -> None:
         """Captures the graphs of these shapes (None for all), the largest first. The model must be capturable."""
-        self._graphs.capture(shapes or self.shapes, lambda shape: self._send(self._padding(*shape)))
+        self._graphs.capture(shapes or self.shapes, self._stage_padding)
 
-    def _compute(self, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        rows, query = shape
+    def _compute(self, shape: DecodeBucket) -> tuple[Tensor, Tensor]:
+        rows, query, adapted = shape
         packed = self._packed[: rows * packed_width(query, self._block_size)].view(rows, -1)
         inputs = self._inputs.slice_for(rows, query)
         slot_tables, size = self._slot_tables.device_tables, self._block_size
@@ -137,8 +162,9 @@ class DecodeStep:
         metadata = self._backend.decode_metadata(
             inputs.slot_mapping, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
         )
-        hidden, states = self._forward(inputs, metadata)
-        logits = self._model.logits(hidden)
+        adapters = self._adapters.rows(rows * query) if self._adapters is not None and adapted else None
+        hidden, states = self._forward(inputs, metadata, None if adapters is None else StepAdapters(adapters))
+        logits = self._model.logits(hidden, adapters)
         drafts = None if query == 1 else (inputs.tokens, inputs.offsets)
         results = self._results[: rows * query]
         tokens, finite = self._sampler.sample(
@@ -154,17 +180,19 @@ class DecodeStep:
             self._store_states(self._draft, states, inputs, results, query)
         return results, logits
 
-    def _forward(self, inputs: DecodeInputs, metadata: TritonMetadata) -> tuple[Tensor, Tensor | None]:
+    def _forward(
+        self, inputs: DecodeInputs, metadata: TritonMetadata, adapters: StepAdapters | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns hidden states of all tokens, and their states for an EAGLE head, if there is one."""
         if self._draft is None or self._draft.lags:
-            context = ForwardContext(self._cache, self._backend, metadata)
+            context = ForwardContext(self._cache, self._backend, metadata, adapters=adapters)
             return self._model.forward(inputs.tokens, inputs.positions, context), None
         # A padding row has no tokens. Its "first token" is a padding token, and the state of that is not used.
         firsts = inputs.cu_q[:-1].long()
         last_blocks = (inputs.positions.index_select(0, firsts) - 1).clamp(min=0) // self._block_size
         links = StateLinks(firsts, inputs.tables.gather(1, last_blocks.long()[:, None]).squeeze(1).long())
         return self._draft.forward_with_target(
-            self._target, inputs.tokens, inputs.positions, metadata, rows=None, links=links
+            self._target, inputs.tokens, inputs.positions, metadata, rows=None, links=links, adapters=adapters
         )
 
     def _store_states(
@@ -183,19 +211,17 @@ class DecodeStep:
     def _send(self, packed: np.ndarray) -> None:
         self._packed[: packed.size].copy_(pinned_copy(packed.reshape(-1), self._device), non_blocking=True)
 
-    def _padding(self, rows: int, query: int) -> np.ndarray:
-        packed = np.zeros((rows, packed_width(query, self._block_size)), dtype=np.int32)
+    def _stage_padding(self, shape: DecodeBucket) -> None:
+        packed = np.zeros((shape.rows, packed_width(shape.query, self._block_size)), dtype=np.int32)
         packed[:, 0] = self._sampler.pad_slot
-        return packed
+        self._send(packed)
+        if self._adapters is not None and shape.adapted:
+            self._adapters.stage(np.zeros(0, dtype=np.int64), shape.rows * shape.query)
 
 
 def _token(tokens: Sequence[int], index: int) -> int:
     """Returns the token, or -1 if only the device knows it."""
     return tokens[index] if index < len(tokens) else -1
-
-
-def _describe(shape: tuple[int, int]) -> str:
-    return f"{shape[0]} rows of {shape[1]} tokens"
 
 
 def _without_ownership(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

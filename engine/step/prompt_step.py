@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapters.rows import StepAdapters
+from engine.adapters.slots import AdapterSlots
 from engine.attention.triton_backend import DecodeRows, TritonAttention, TritonMetadata
 from engine.cuda_graphs import CudaGraphs, unowned_view
 from engine.device import ALIGNMENT
@@ -51,9 +53,11 @@ class PromptBucket(NamedTuple):
 
     tokens: int
     decodes: bool  # The step may have decoding rows and many prompts; else it has few prompts
+    adapted: bool = False  # Rows may have adapters
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens{' with decoding rows' if self.decodes else ''}"
+        parts = ["decoding rows"] * self.decodes + ["adapters"] * self.adapted
+        return f"{self.tokens} tokens{' with ' if parts else ''}{' and '.join(parts)}"
 
 
 class PromptStep:
@@ -73,6 +77,7 @@ class PromptStep:
         max_seq_drafts: int = 0,
         max_drafts: int = 0,  # Max drafts of a step
         draft_model: DraftModel | None = None,  # A draft model; its layers are in the same graph
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._target, self._kv, self._draft = TargetModel(model, kv.layers(), backend), kv, draft_model
         self._draft_backend: TritonAttention | None = None  # The attention of a draft model that lags
@@ -84,7 +89,15 @@ class PromptStep:
         self._max_rows, self._max_results = max_rows, max_rows + max_drafts
         self._max_new = 1 + max_seq_drafts  # Max tokens of a row that decodes
         self._sizes = tuple(sorted({min(size, max_step_tokens) for size in TOKEN_BUCKETS}))
-        self.shapes = tuple(PromptBucket(size, decodes) for size in reversed(self._sizes) for decodes in (True, False))
+        kinds = (False,) if adapters is None else (True, False)
+        self.shapes = tuple(
+            PromptBucket(size, decodes, adapted)
+            for size in reversed(self._sizes)
+            for decodes in (True, False)
+            for adapted in kinds
+        )
+        self._token_adapters = None if adapters is None else adapters.buffer(self._sizes[-1])
+        self._result_adapters = None if adapters is None else adapters.buffer(self._max_results)
         tokens = self._sizes[-1]
         fields = {
             "tokens": tokens,  # -1 - slot for the token that was sampled last in the slot
@@ -120,7 +133,7 @@ class PromptStep:
         self._packed = torch.from_numpy(self._blank).to(self._device, copy=True)
         self._inputs: Mapping[str, Tensor] = {name: self._packed[place] for name, place in self._fields.items()}
         slots, positions = self._inputs["sample_slots"], self._inputs["sample_positions"]
-        self.sample_step = SampleStep(model, sampler, last_tokens, slots, positions)
+        self.sample_step = SampleStep(model, sampler, last_tokens, slots, positions, adapters)
         self._graphs = CudaGraphs("prompt", self._device, self._compute, keep=_without_ownership, describe=str)
 
     def bucket(self, scheduled: Sequence[ScheduledSequence], plan: StepPlan) -> PromptBucket | None:
@@ -133,7 +146,8 @@ class PromptStep:
         if sum(entry.num_new * (entry.start + entry.num_new) for entry in chunks) > MAX_SCORES:
             return None
         size = next(size for size in self._sizes if size >= count)
-        bucket = PromptBucket(size, num_decodes > 0 or max(len(scheduled), num_hidden) > FEW_ROWS)
+        decodes = num_decodes > 0 or max(len(scheduled), num_hidden) > FEW_ROWS
+        bucket = PromptBucket(size, decodes, plan.adapter_slots is not None)
         return bucket if num_hidden <= self._num_hidden(bucket) else None
 
     def stage(self, plan: StepPlan, bucket: PromptBucket) -> None:
@@ -183,6 +197,15 @@ class PromptStep:
                 inputs[name][:] = values[0]  # padding repeats the first row
                 inputs[name][:num_rows] = values
         self._packed.copy_(host, non_blocking=True)
+        if plan.adapter_slots is not None:
+            self._stage_adapters(plan.adapter_slots, plan.hidden_indices, bucket)
+
+    def _stage_adapters(self, slots: np.ndarray, results: np.ndarray, bucket: PromptBucket) -> None:
+        """Copies the adapter slots of the tokens and of the tokens `results`, which need hidden states."""
+        assert self._token_adapters is not None
+        assert self._result_adapters is not None
+        self._token_adapters.stage(slots, bucket.tokens)
+        self._result_adapters.stage(slots[results], self._num_hidden(bucket))
 
     def run(self, bucket: PromptBucket) -> tuple[Tensor, Tensor | None]:
         """Queues the layers of the staged step. Returns two buffers that the next step overwrites.
@@ -197,11 +220,18 @@ class PromptStep:
 
         Returns the buffers of `SampleStep.run`. A result that is not sampled has a meaningless token, or -1.
         """
-        return self.sample_step.run(len(plan.logits_indices))
+        slots = None if plan.adapter_slots is None else plan.adapter_slots[plan.logits_indices]
+        return self.sample_step.run(len(plan.logits_indices), slots)
 
     def capture(self, shapes: Sequence[PromptBucket] | None = None) -> None:
         """Captures the graphs of these shapes (None for all), the largest first. The model must be capturable."""
-        self._graphs.capture(shapes or self.shapes, lambda _: self._packed.copy_(torch.from_numpy(self._blank)))
+        self._graphs.capture(shapes or self.shapes, self._stage_padding)
+
+    def _stage_padding(self, bucket: PromptBucket) -> None:
+        self._packed.copy_(torch.from_numpy(self._blank))
+        if bucket.adapted:
+            nothing = np.zeros(0, dtype=np.int64)
+            self._stage_adapters(nothing, nothing, bucket)
 
     def _new_entries(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the entries of the rows' block tables that the device lacks: their places, and their blocks."""
@@ -240,14 +270,20 @@ class PromptStep:
         metadata: TritonMetadata = self._backend.listed_metadata(
             slot_mapping, cu_q, seq_lens, tables, inputs["tiles"], decode
         )
+        adapters: StepAdapters | None = None
+        if bucket.adapted:
+            assert self._token_adapters is not None
+            assert self._result_adapters is not None
+            adapters = StepAdapters(self._token_adapters.rows(size), self._result_adapters.rows(len(rows)))
         states: Tensor | None = None
         if self._draft is not None and not self._draft.lags:
             links = StateLinks(inputs["first_tokens"][:num_rows].long(), inputs["blocks_before"][:num_rows].long())
             hidden, states = self._draft.forward_with_target(
-                self._target, tokens, positions, metadata, rows=rows, links=links
+                self._target, tokens, positions, metadata, rows=rows, links=links, adapters=adapters
             )
         else:
-            hidden = model.forward(tokens, positions, ForwardContext(cache, self._backend, metadata), rows=rows)
+            context = ForwardContext(cache, self._backend, metadata, adapters=adapters)
+            hidden = model.forward(tokens, positions, context, rows=rows)
         if self._draft is not None and self._draft.lags:
             assert self._draft_backend is not None
             draft_slots, draft_tiles = inputs["draft_slots"][:size], inputs["draft_tiles"]

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapters.rows import AdapterRows, StepAdapters
+from engine.adapters.slots import AdapterSlots
 from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.triton_backend import TritonAttention
 from engine.device import upload
@@ -46,7 +48,7 @@ from engine.step.step_tensors import (
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
-    from engine.step.decode_step import DecodeStep
+    from engine.step.decode_step import DecodeBucket, DecodeStep
     from engine.step.prompt_step import PromptStep
 
 LOGPROB_CHUNK = 64  # Max prompt tokens with logits in memory at one time
@@ -83,6 +85,7 @@ class ModelRunner:
         max_drafts: int = 0,
         rejection: bool = False,  # Accept drafts by rejection sampling
         draft_model: DraftModel | None = None,  # A draft model with its KV in the same pool
+        adapters: AdapterSlots | None = None,  # None: no sequence has one
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache, self._device = kv.layers(), kv.data.device
@@ -91,7 +94,8 @@ class ModelRunner:
         self._sampling = StepSampler(
             sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection
         )
-        self._last_bucket: tuple[int, int] | None = None  # Bucket of the last launched step, if that was a DecodeStep
+        self._adapters = adapters
+        self._last_bucket: DecodeBucket | None = None  # Bucket of the last launched step, if that was a DecodeStep
         self._max_seq_drafts, self._draft = max_seq_drafts, draft_model
         self._target_model = TargetModel(model, self._cache, backend)
         self.decode_step: DecodeStep | None = None
@@ -114,6 +118,7 @@ class ModelRunner:
                 max_seq_drafts=max_seq_drafts,
                 max_drafts=max_drafts,
                 draft_model=draft_model,
+                adapters=adapters,
             )
             self.prompt_step = PromptStep(
                 model,
@@ -127,6 +132,7 @@ class ModelRunner:
                 max_seq_drafts=max_seq_drafts,
                 max_drafts=max_drafts,
                 draft_model=draft_model,
+                adapters=adapters,
             )
         self.draft_loop: DraftLoop | None = None
         self.draft_graphs: DraftGraphs | None = None
@@ -211,7 +217,7 @@ class ModelRunner:
         with torch.inference_mode():
             began.record()
             for _ in range(count):
-                self.decode_step.run(*self._last_bucket)
+                self.decode_step.run(self._last_bucket)
             ended.record()
         ended.synchronize()
         return float(began.elapsed_time(ended)) * 1e-3 / count
@@ -228,9 +234,13 @@ class ModelRunner:
         last = np.repeat(ends - np.cumsum(num_results), num_results) + np.arange(num_results.sum())
         tokens = np.zeros(ends[-1], dtype=np.int64)
         ids, positions, logits_indices = upload([tokens, token_positions(shape), last], self._device)
-        hidden, _ = self._forward(shape, ids, positions, None if len(last) == len(ids) else logits_indices)
-        self._write_draft_kv(shape, ids, positions, list(range(len(rows))))
-        logits = self._model.logits(hidden)
+        all_tokens = len(last) == len(ids)
+        # Slot 0 is empty now, or its adapter changes what nobody reads.
+        for slots in (None,) if self._adapters is None else (None, tokens):
+            adapters = self._step_adapters(slots, None if all_tokens else last)
+            hidden, _ = self._forward(shape, ids, positions, None if all_tokens else logits_indices, adapters=adapters)
+            self._write_draft_kv(shape, ids, positions, list(range(len(rows))))
+            logits = self._model.logits(hidden, self._adapter_rows(slots, last))
         self._sampling.warm_up(num_results, logits, last)
 
     @torch.inference_mode()
@@ -255,7 +265,7 @@ class ModelRunner:
 
     def _launch_decode(self, decode_step: DecodeStep, scheduled: Sequence[ScheduledSequence]) -> LaunchedStep:
         self._last_bucket = decode_step.stage(scheduled)
-        results, logits = decode_step.run(*self._last_bucket)
+        results, logits = decode_step.run(self._last_bucket)
         count = sum(1 + len(entry.drafts) for entry in scheduled)
         deferred = [i for i, entry in enumerate(scheduled) if entry.seq.constraint is not None]  # no masks in a graph
         return LaunchedStep(scheduled, results[:count], logits, np.arange(count), deferred)
@@ -271,7 +281,9 @@ class ModelRunner:
             inputs = upload_inputs(plan, self._last_tokens)
             all_tokens = len(plan.logits_indices) == len(inputs.ids) == len(plan.hidden_indices)
             rows = None if all_tokens else inputs.hidden_indices
-            hidden, states = self._forward(plan.shape, inputs.ids, inputs.positions, rows, on_layer)
+            adapters = None if rows is None else plan.hidden_indices
+            step_adapters = self._step_adapters(plan.adapter_slots, adapters)
+            hidden, states = self._forward(plan.shape, inputs.ids, inputs.positions, rows, on_layer, step_adapters)
             self._write_draft_kv(plan.shape, inputs.ids, inputs.positions, plan.prefill_rows)
             return self._sample(scheduled, plan, inputs, hidden, states)
         prompt_step.stage(plan, bucket)
@@ -305,7 +317,9 @@ class ModelRunner:
         logits = hidden
         if sampling := [entry for entry in scheduled if entry.samples]:
             rows = inputs.sampled_results
-            logits = self._model.logits(hidden if all_sample else hidden.index_select(0, rows))
+            sampled_rows = plan.logits_indices if all_sample else plan.logits_indices[plan.samples]
+            adapters = self._adapter_rows(plan.adapter_slots, sampled_rows)
+            logits = self._model.logits(hidden if all_sample else hidden.index_select(0, rows), adapters)
             _keep_logits(scheduled, plan, logits)
             previous = None
             if num_results > len(scheduled):  # some sequences have drafts
@@ -328,6 +342,7 @@ class ModelRunner:
         positions: Tensor,
         rows: Tensor | None,
         on_layer: LaunchCallback | None = None,
+        adapters: StepAdapters | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layers; calls `on_layer` before each one.
 
@@ -336,10 +351,23 @@ class ModelRunner:
         metadata = self._backend.prepare(shape)
         if self._draft is None or self._draft.lags:
             hook: LayerHook | None = None if on_layer is None else lambda _layer, _stream: on_layer()
-            context = ForwardContext(self._cache, self._backend, metadata, hook)
+            context = ForwardContext(self._cache, self._backend, metadata, hook, adapters)
             return self._model.forward(ids, positions, context, rows), None
         links = state_links_of(shape, self._kv)
-        return self._draft.forward_with_target(self._target_model, ids, positions, metadata, rows=rows, links=links)
+        return self._draft.forward_with_target(
+            self._target_model, ids, positions, metadata, rows=rows, links=links, adapters=adapters
+        )
+
+    def _step_adapters(self, slots: np.ndarray | None, results: np.ndarray | None) -> StepAdapters | None:
+        """Returns the adapters of a step from the slots of its tokens; `results` are the tokens with hidden states."""
+        if self._adapters is None or slots is None:
+            return None
+        rows = self._adapters.rows(slots)
+        return StepAdapters(rows, None if results is None else self._adapters.rows(slots[results]))
+
+    def _adapter_rows(self, slots: np.ndarray | None, tokens: np.ndarray) -> AdapterRows | None:
+        """Returns the adapters of these tokens of a step, for `logits`."""
+        return None if self._adapters is None or slots is None else self._adapters.rows(slots[tokens])
 
     def _write_draft_kv(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Sequence[int]) -> None:
         """Writes the KV of a draft model that lags, for the tokens of these rows of the step, which are prompts."""
@@ -384,8 +412,10 @@ class ModelRunner:
             (targets,) = upload([np.array(seq.tokens[first:end])], self._device)
             previous, hidden = hidden[: end - first], hidden[end - first :]
             parts: list[tuple[Tensor, ...]] = []
+            slot = None if seq.adapter is None else np.array([seq.adapter_slot])
             for states, ids in zip(*(torch.split(x, LOGPROB_CHUNK) for x in (previous, targets)), strict=True):
-                logits = self._model.logits(states)
+                adapters = None if slot is None else self._adapter_rows(slot, np.zeros(len(ids), dtype=np.int64))
+                logits = self._model.logits(states, adapters)
                 chosen, top, top_ids = token_logprobs(logits, ids, num_top)
                 ranks = (logits > logits.gather(1, ids[:, None])).sum(dim=-1) + 1
                 if top is None or top_ids is None:

@@ -68,6 +68,7 @@ class StepPlan:
     prefill_rows: list[int]  # Indices of the sequences that do not decode
     logprob_ranges: list[tuple[int, int, int]]  # Prompt log-probabilities: index of the sequence, first position, end
     pooled_ranges: list[tuple[int, int, int]]  # Pooled tokens: index of the sequence, first position, end
+    adapter_slots: np.ndarray | None = None  # [T], the adapter slot of each token; None if no sequence has an adapter
 
     @property
     def result_slots(self) -> np.ndarray:
@@ -136,7 +137,21 @@ def plan_step(scheduled: Sequence[ScheduledSequence], tables: BlockTables) -> St
         prefill_rows=[index for index, entry in enumerate(scheduled) if not entry.is_decode],
         logprob_ranges=logprob_ranges,
         pooled_ranges=pooled_ranges,
+        adapter_slots=token_slots(scheduled) if uses_adapters(scheduled) else None,
     )
+
+
+def uses_adapters(scheduled: Sequence[ScheduledSequence]) -> bool:
+    """Returns whether a sequence of the step has an adapter."""
+    return any(entry.seq.adapter is not None for entry in scheduled)
+
+
+def token_slots(scheduled: Sequence[ScheduledSequence]) -> np.ndarray:
+    """Returns the adapter slot of each token of a step, int64."""
+    slots = [entry.seq.adapter_slot for entry in scheduled]
+    assert None not in slots, "a sequence runs without its adapter"
+    tokens: np.ndarray = np.repeat(np.array(slots, dtype=np.int64), [entry.num_new for entry in scheduled])
+    return tokens
 
 
 def upload_inputs(plan: StepPlan, last_tokens: Tensor) -> StepInputs:

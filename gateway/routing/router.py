@@ -225,7 +225,7 @@ async def _hash_blocks(request: ValidRequest, info: PodInfo) -> list[bytes]:
     """Returns the hashes of the prompt's blocks that a cache may supply."""
     size = info.block_size
     blocks = matchable_blocks(request.context_len, size)
-    hasher, ids = BlockHasher(info.fingerprint, size, request.cache_salt), request.context_ids
+    hasher, ids = BlockHasher(info.fingerprint, size, request.cache_salt, request.adapter), request.context_ids
     for end in range(HASH_BLOCKS_PER_TURN, blocks, HASH_BLOCKS_PER_TURN):
         hasher.extend(ids[: end * size])
         await asyncio.sleep(0)

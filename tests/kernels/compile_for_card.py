@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from common.types import SamplingParams
 from engine.kernels import (
+    adapters,
     card,
     decode_inputs,
     dense_prefill,
@@ -286,6 +287,25 @@ def samples() -> None:
     )
 
 
+def adapter_products() -> None:
+    """Adapters of queries, keys and values, of gate and up, and of the output, for few rows and for a prompt."""
+    norms, outputs = half(HIDDEN), (HIDDEN, 1024, 1024)
+    for rows, tile, max_rank, gated in ((1, 16, 16, False), (64, 16, 256, True), (512, 64, 16, False)):
+        table = torch.zeros(8, 130, 8, dtype=torch.int64)
+        weights = adapters.SlotWeights(half(8, 1 << 16), table, torch.zeros(8, 130, 3), max_rank)
+        order, tiles = torch.zeros(rows, dtype=torch.int32), torch.zeros(3 * 9, dtype=torch.int32)
+        sizes = (INNER, INNER) if gated else outputs if tile == 16 else (HIDDEN,)
+        base = half(rows, sum(sizes))
+        place: dict[str, Any] = {"site": 3, "tile": tile}
+        norm_weight = norms if tile == 16 else None
+        states, squares = adapters.shrink(
+            half(rows, HIDDEN), weights, order, tiles, norm=norm_weight, parts=len(sizes), **place
+        )
+        place |= {"squares": squares, "eps": 1e-5, "inputs": HIDDEN, "outputs": sizes, "gated": gated}
+        adapters.expand(states, weights, base, half(rows, INNER) if gated else base, order, tiles, **place)
+        adapters.gather_states(torch.zeros(rows, dtype=torch.int64), weights, 3, order, tiles, tile=tile)
+
+
 def tiles_by_descriptor() -> None:
     """Compiles the kernels that read tiles by TMA descriptors."""
     q, keys = half(256, HEADS, DIM), half(512, KV_HEADS, DIM)
@@ -305,6 +325,7 @@ def main() -> None:
     samples()
     latents()
     experts(native=capability >= 89)
+    adapter_products()
     part = torch.zeros(64, HEADS, DIM)
     dense_prefill.merge_attention(part, part[..., 0], part, part[..., 0], part)
     if capability >= 90:

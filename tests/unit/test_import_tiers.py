@@ -86,7 +86,7 @@ ROOMS = {
         "kv",
         "kernels",
         "attention",
-        "models",
+        "models adapters",
         "parallel",
         "sampling",
         "schedule",
@@ -265,6 +265,7 @@ NEEDS_TRITON = [
     "engine.step.decode_step",
     "engine.sampling.device_sampler",
     "engine.models.fused",
+    "engine.adapters.triton_rows",
     "engine.models.fixed_order",
 ]
 

@@ -43,7 +43,7 @@ class Model:
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor) -> Tensor:
         return torch.stack([tokens, positions], dim=1).float()[rows]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: None) -> Tensor:
         logits = torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB).float()
         return torch.where(hidden[:, :1] == 49, float("nan"), logits)
 

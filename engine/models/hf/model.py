@@ -103,7 +103,8 @@ class HfModel:
         """Returns its argument: `forward` has already applied the final norm."""
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Any = None) -> Tensor:
+        assert adapters is None, "adapters are for a Decoder"
         logits: Tensor = self._causal(inputs_embeds=hidden[None]).logits[0]
         return logits.float()
 

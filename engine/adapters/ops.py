@@ -1,0 +1,59 @@
+"""The operations of a decoder layer in a step with adapters, over the operations of any base.
+
+`Decoder` uses them only if a sequence of the step has an adapter, so other steps cost nothing. The base computes its
+products as always, also from quantised weights, except that SiLU x mul comes after the adapters' part of gate and up.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.adapters.rows import StepAdapters
+from engine.models.base import ForwardContext
+from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
+from engine.models.moe import MoE
+from engine.models.ops import AttentionFn, TorchOps, WriteKVFn
+
+
+class AdapterOps(TorchOps):
+    """Implements the operations of `TorchOps` by those of `base` and the adapters of the step's tokens."""
+
+    def __init__(self, base: TorchOps, step: StepAdapters) -> None:
+        self._base, self._step, self._rows = base, step, step.tokens
+
+    def for_results(self) -> TorchOps:
+        return AdapterOps(self._base, StepAdapters(self._step.results))
+
+    def attention_for(self, positions: Tensor, context: ForwardContext) -> AttentionFn:
+        return self._base.attention_for(positions, context)
+
+    def kv_write_for(self, positions: Tensor, context: ForwardContext) -> WriteKVFn:
+        return self._base.kv_write_for(positions, context)
+
+    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
+        assert isinstance(linear, Linear), "a part of a product has `norm_kv`"
+        out = self._base.norm_linear(x, norm, linear)
+        self._rows.add(out, x, self._rows.sites.of(linear), norm)
+        return out
+
+    def norm_kv(self, x: Tensor, norm: RMSNorm, attention: Attention) -> Tensor:
+        out = self._base.norm_kv(x, norm, attention)
+        self._rows.add(out, x, self._rows.sites.of(attention.qkv), norm, first_part=1)
+        return out
+
+    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
+        product = self._base.norm_linear(x, norm, gate_up)
+        return self._rows.swiglu(product, x, self._rows.sites.of(gate_up), norm)
+
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+        x = self._base.add_linear(x, y, linear)
+        self._rows.add(x, y, self._rows.sites.of(linear), None, factor=linear.multiplier)
+        return x
+
+    def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
+        return self._base.add_experts(x, norm, moe)
+
+    def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
+        out = self._base.logits(x, norm, head)
+        self._rows.add(out, x, self._rows.sites.head, norm)
+        return out

@@ -1,0 +1,63 @@
+"""Adapters of a step in plain torch: one product for each adapter, site and part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.adapters.packed import Adapter
+from engine.adapters.rows import NO_ADAPTER
+from engine.adapters.sites import DecoderSites, Site
+from engine.models.layers import RMSNorm
+from engine.models.ops import rms_norm_torch
+
+
+class TorchRows:
+    """Implements `AdapterRows` on a CPU. `slots` has the adapter slot of each row."""
+
+    def __init__(self, sites: DecoderSites, adapters: Sequence[Adapter | None], slots: np.ndarray) -> None:
+        self.sites = sites
+        self._groups: list[tuple[Adapter, Tensor]] = []
+        for slot in np.unique(slots[slots != NO_ADAPTER]).tolist():
+            adapter = adapters[slot]
+            assert adapter is not None, "rows use a slot without an adapter"
+            self._groups.append((adapter, torch.from_numpy(np.flatnonzero(slots == slot))))
+
+    def add(
+        self, out: Tensor, x: Tensor, site: Site, norm: RMSNorm | None, *, first_part: int = 0, factor: float = 1.0
+    ) -> None:
+        for adapter, rows in self._groups:
+            if any(adapter.ranks(site)):
+                part = x[rows]
+                states = F.linear(part if norm is None else rms_norm_torch(part, norm), adapter.a(site))
+                _add_states(out, states, adapter, site, rows, first_part, factor)
+
+    def swiglu(self, gate_up: Tensor, x: Tensor, site: Site, norm: RMSNorm) -> Tensor:
+        self.add(gate_up, x, site, norm)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
+        site = self.sites.embedding
+        for adapter, rows in self._groups:
+            if any(adapter.ranks(site)):
+                _add_states(out, adapter.a(site)[tokens[rows]], adapter, site, rows, 0, 1.0)
+
+
+def _add_states(
+    out: Tensor, states: Tensor, adapter: Adapter, site: Site, rows: Tensor, first_part: int, factor: float
+) -> None:
+    """Adds B of each part times its states [rows, ranks]."""
+    column = start = 0
+    for part, (rank, outputs) in enumerate(zip(adapter.ranks(site), site.outputs, strict=True)):
+        if part >= first_part:
+            if rank:
+                change = F.linear(states[:, start : start + rank], adapter.b(site, part)).to(out.dtype)
+                scale = float(adapter.scales[site.index, part]) * factor
+                out[:, column : column + outputs].index_add_(0, rows, change, alpha=scale)
+            column += outputs
+        start += rank

@@ -1,0 +1,139 @@
+"""Adapters of a step in Triton kernels, two launches for each site. This module needs triton at import.
+
+Static buffers hold order and tiles of the rows, so CUDA graphs can capture the launches. Rows that no sequence has
+belong to no adapter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.adapters.rows import NO_ADAPTER, SlotMemory, max_tiles, tile_rows
+from engine.adapters.sites import Site
+from engine.device import ALIGNMENT, pinned_copy
+from engine.kernels.adapters import SlotWeights, expand, gather_states, shrink
+from engine.kernels.norm import rms_norm
+from engine.models.layers import RMSNorm
+
+FEW_ROWS = 256  # Up to this many rows have small tiles: most adapters of a decode step have few rows
+SMALL_TILE, LARGE_TILE = 16, 64
+
+
+class TritonRows:
+    """Implements `AdapterRows` on a GPU.
+
+    order: int32 [rows]. tiles: int32 [3 * max_tiles] or longer. See `rows.tile_rows`.
+    """
+
+    def __init__(self, memory: SlotMemory, order: Tensor, tiles: Tensor, tile: int) -> None:
+        self.sites = memory.sites
+        self._order, self._tile, count = order, tile, max_tiles(len(order), tile, memory.num_slots)
+        self._tiles = tiles[: 3 * count]
+        self._weights = SlotWeights(memory.numbers, memory.table, memory.scales, memory.max_rank)
+
+    def add(
+        self, out: Tensor, x: Tensor, site: Site, norm: RMSNorm | None, *, first_part: int = 0, factor: float = 1.0
+    ) -> None:
+        states = self._shrink(x, site, norm)
+        outputs = site.outputs[first_part:]
+        self._expand(states, out, out, site.index, outputs, first_part=first_part, factor=factor)
+
+    def swiglu(self, gate_up: Tensor, x: Tensor, site: Site, norm: RMSNorm) -> Tensor:
+        states = self._shrink(x, site, norm)
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        self._expand(states, gate_up, out, site.index, site.outputs, gated=True)
+        return out
+
+    def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
+        site = self.sites.embedding
+        states = gather_states(tokens, self._weights, site.index, self._order, self._tiles, tile=self._tile)
+        self._expand(states, out, out, site.index, site.outputs)
+
+    def _shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, float]:
+        if norm is not None and x.dtype == torch.float16:  # x times the norm's weight may be more than float16 holds
+            x, norm = rms_norm(x, norm.weight, norm.eps), None
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        states, squares = shrink(
+            x,
+            self._weights,
+            self._order,
+            self._tiles,
+            norm=weight,
+            site=site.index,
+            parts=len(site.names),
+            tile=self._tile,
+        )
+        return states, squares, eps
+
+    def _expand(
+        self,
+        states: tuple[Tensor, Tensor | None, float],
+        base: Tensor,
+        out: Tensor,
+        site: int,
+        outputs: tuple[int, ...],
+        *,
+        first_part: int = 0,
+        factor: float = 1.0,
+        gated: bool = False,
+    ) -> None:
+        expand(
+            states[0],
+            self._weights,
+            base,
+            out,
+            self._order,
+            self._tiles,
+            squares=states[1],
+            eps=states[2],
+            inputs=self.sites.all[site].inputs,
+            site=site,
+            outputs=outputs,
+            first_part=first_part,
+            factor=factor,
+            gated=gated,
+            tile=self._tile,
+        )
+
+
+class RowBuffer:
+    """Order and tiles of up to `max_rows` rows at a fixed address."""
+
+    def __init__(self, memory: SlotMemory, max_rows: int) -> None:
+        self._memory = memory
+        most = max(max_tiles(max_rows, tile, memory.num_slots) for tile in (SMALL_TILE, LARGE_TILE))
+        self._packed = torch.zeros(tiles_start(max_rows) + 3 * most, dtype=torch.int32, device=memory.numbers.device)
+
+    def stage(self, slots: np.ndarray, count: int) -> None:
+        """Copies the rows of a step to the device: `slots` of the first rows of `count`, the others have no adapter."""
+        packed = pack_rows(slots, count, tile_of(count), self._memory.num_slots)
+        self._packed[: len(packed)].copy_(pinned_copy(packed, self._packed.device), non_blocking=True)
+
+    def rows(self, count: int) -> TritonRows:
+        """Returns the first `count` rows; `count` is that of `stage`."""
+        return TritonRows(self._memory, self._packed[:count], self._packed[tiles_start(count) :], tile_of(count))
+
+
+def tile_of(rows: int) -> int:
+    """Returns the rows of a tile in a step of `rows` rows."""
+    return SMALL_TILE if rows <= FEW_ROWS else LARGE_TILE
+
+
+def pack_rows(slots: np.ndarray, count: int, tile: int, num_slots: int) -> np.ndarray:
+    """Returns order and tiles of `count` rows, int32 [tiles_start + 3 * max_tiles]; unused tiles have no rows."""
+    padded = np.full(count, NO_ADAPTER, dtype=np.int64)
+    padded[: len(slots)] = slots
+    order, tiles = tile_rows(padded, tile)
+    start = tiles_start(count)
+    packed = np.zeros(start + 3 * max_tiles(count, tile, num_slots), dtype=np.int32)
+    packed[:count] = order
+    packed[start : start + tiles.size] = tiles.reshape(-1)
+    return packed
+
+
+def tiles_start(rows: int) -> int:
+    """Returns the place of the tiles behind the order of `rows` rows: kernels are compiled for aligned addresses."""
+    step = ALIGNMENT // 4
+    return -(-rows // step) * step

@@ -1,0 +1,154 @@
+"""The grouped products of adapters give the numbers of plain torch, and a decoder of kernels those of a plain one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.adapters.packed import Adapter, pack_adapter
+from engine.adapters.peft import AdapterFile, LoraPair
+from engine.adapters.rows import NO_ADAPTER, AdapterRows, SlotMemory, StepAdapters
+from engine.adapters.slots import sites_of
+from engine.adapters.torch_rows import TorchRows
+from engine.adapters.triton_rows import RowBuffer
+from engine.attention.base import StepShape
+from engine.attention.torch_backend import TorchAttention
+from engine.attention.triton_backend import TritonAttention
+from engine.kv.kv_pool import LayerKV
+from engine.models import weights
+from engine.models.base import ForwardContext
+from engine.models.decoder import Decoder
+from engine.models.spec import parse_spec
+from tests.rigs.engine.bare_model import LLAMA
+
+CONFIG: dict[str, Any] = LLAMA | {"hidden_size": 48, "intermediate_size": 80, "head_dim": 16, "hidden_act": "silu"}
+CPU = torch.device("cpu")
+MAX_RANK, SLOTS = 48, 3
+#: Rows of a step by adapter slot: the rows of an adapter need one or more tiles, lie apart, or there are none.
+STEPS = {
+    "one row": [1],
+    "one row of the base": [NO_ADAPTER],
+    "mixed": [2, 0, NO_ADAPTER, 0, 2, 1, NO_ADAPTER, 0],
+    "several tiles": [1] * 20 + [NO_ADAPTER] * 3 + [0] * 17 + [1] * 5,
+    "large tiles": [0] * 130 + [2] * 90 + [NO_ADAPTER] * 40,
+}
+
+
+class Rig:
+    """A decoder in plain torch and one in kernels, both with the same weights, and adapters for both."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        spec = parse_spec(CONFIG, {})
+        self.plain = Decoder(spec, 64, device, dtype, fused=False)
+        self.fused = Decoder(spec, 64, device, dtype, fused=True)
+        weights.randomize(self.plain, 1)
+        self.fused.load_state_dict(self.plain.state_dict())
+        self.sites, self.device = sites_of(self.plain), device
+        files = [self.file(seed, rank) for seed, rank in enumerate((5, 16, 40))]
+        self.adapters = [pack_adapter(file, self.sites, dtype, pin=False) for file in files]
+        # The capacity is that of the largest adapter; what lies behind a smaller one is NaN and must not be read.
+        numbers = torch.full((SLOTS, max(len(a.numbers) for a in self.adapters)), float("nan"), dtype=dtype)
+        for slot, adapter in enumerate(self.adapters):
+            numbers[slot, : len(adapter.numbers)] = adapter.numbers
+        table, scales = (
+            torch.stack(parts) for parts in zip(*((a.table, a.scales) for a in self.adapters), strict=True)
+        )
+        on_device = (part.to(device) for part in (numbers, table, scales))
+        self.memory = SlotMemory(sites_of(self.fused), MAX_RANK, *on_device)
+
+    def file(self, seed: int, rank: int) -> AdapterFile:
+        """Makes an adapter of some modules, with another rank for some."""
+        gen = torch.Generator().manual_seed(seed)
+        pairs: dict[str, LoraPair] = {}
+        for index, (name, (inputs, outputs)) in enumerate(self.sites.shapes.items()):
+            if (index + seed) % 5 == 4:
+                continue
+            own = rank if index % 3 else max(1, rank - 4)
+            a, b = (torch.randn(shape, generator=gen) * 0.3 for shape in ((own, inputs), (outputs, own)))
+            pairs[name] = LoraPair(a, b, 0.5 + seed)
+        return AdapterFile(str(seed), pairs)
+
+    def rows(self, slots: list[int], *, kernels: bool, padding: int = 0) -> AdapterRows:
+        if kernels:
+            buffer = RowBuffer(self.memory, len(slots) + padding)
+            buffer.stage(np.array(slots), len(slots) + padding)
+            return buffer.rows(len(slots) + padding)
+        adapters: list[Adapter | None] = list(self.adapters)
+        if self.device.type == "cuda":
+            pytest.skip("plain torch computes adapters on a CPU")
+        return TorchRows(self.sites, adapters, np.array(slots))
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    if torch.cuda.is_available():
+        pytest.skip("benchmarks/lora.py --check compares with float64 on a GPU")
+    return Rig(CPU)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_kernels_equal_torch(name: str, rig: Rig, gen: torch.Generator) -> None:
+    """qkv has a norm before it and three parts, out has neither."""
+    slots = STEPS[name]
+    pair = [rig.rows(slots, kernels=kernels) for kernels in (True, False)]
+    layer = rig.plain.layer_list[0]
+    for linear, norm in ((layer.attention.qkv, layer.attention_norm), (layer.attention.out, None)):
+        site = rig.sites.of(linear)
+        x = torch.randn(len(slots), site.inputs, generator=gen)
+        outs = [torch.ones(len(slots), sum(site.outputs)) for _ in pair]
+        for rows, out in zip(pair, outs, strict=True):
+            rows.add(out, x, site, norm, factor=0.7)
+        torch.testing.assert_close(outs[0], outs[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["one row", "mixed"])
+def test_other_operations_equal_torch(name: str, rig: Rig, gen: torch.Generator) -> None:
+    slots = STEPS[name]
+    pair = [rig.rows(slots, kernels=kernels) for kernels in (True, False)]
+    layer = rig.plain.layer_list[1]
+    qkv, gate_up = rig.sites.of(layer.attention.qkv), rig.sites.of(layer.mlp.gate_up)
+    x, tokens = torch.randn(len(slots), 48, generator=gen), torch.arange(len(slots)) % 96
+    base = torch.randn(len(slots), 160, generator=gen)
+    results: list[list[Tensor]] = []
+    for rows in pair:
+        kv, embedded = torch.zeros(len(slots), 64), torch.zeros(len(slots), 48)
+        rows.add(kv, x, qkv, layer.attention_norm, first_part=1)
+        rows.add_embedding(embedded, tokens)
+        results.append([kv, embedded, rows.swiglu(base.clone(), x, gate_up, layer.mlp_norm)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_decoder_of_kernels_equals_a_plain_one(rig: Rig) -> None:
+    """Three prompts in one step, of which the last tokens are results, with padding behind the rows."""
+    counts, owners = [5, 1, 9], [2, NO_ADAPTER, 0]
+    slots = np.repeat(owners, counts).tolist()
+    ends = np.cumsum(counts)
+    spec, total = rig.plain.spec, sum(counts)
+    tokens, positions = torch.arange(total) * 5 % 96, torch.cat([torch.arange(n) for n in counts])
+    found = []
+    for model, kind, kernels in ((rig.fused, TritonAttention, True), (rig.plain, TorchAttention, False)):
+        pool = [LayerKV(torch.zeros(9, 2, spec.num_kv_heads, 4, spec.head_dim)) for _ in range(spec.num_layers)]
+        backend: Any = kind(pool, spec.num_heads, spec.windows, 8)
+        metadata = backend.prepare(StepShape([0, 0, 0], counts, [np.array(b) for b in ([0, 1], [2], [3, 4, 5])]))
+        results = rig.rows([slots[end - 1] for end in ends], kernels=kernels)
+        step = StepAdapters(rig.rows(slots, kernels=kernels), results)
+        context = ForwardContext(pool, backend, metadata, adapters=step)
+        hidden = model.forward(tokens, positions, context, torch.from_numpy(ends - 1))
+        found.append(model.logits(hidden, results))
+    torch.testing.assert_close(found[0], found[1], atol=2e-4, rtol=2e-4)
+
+
+def test_rows_without_a_sequence_are_finite(rig: Rig, gen: torch.Generator) -> None:
+    """A graph has more rows than the step: these are rows of the base."""
+    layer = rig.plain.layer_list[0]
+    rows = rig.rows([0, 1], kernels=True, padding=6)
+    out = rows.swiglu(
+        torch.ones(8, 160), torch.randn(8, 48, generator=gen), rig.sites.of(layer.mlp.gate_up), layer.mlp_norm
+    )
+    torch.testing.assert_close(out[2:], torch.full((6, 80), float(torch.nn.functional.silu(torch.ones(())))))

@@ -1,0 +1,204 @@
+"""A batch that mixes the base and adapters answers row by row like models with merged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.errors import ConfigError, InvalidRequest
+from common.types import SamplingParams
+from engine.llm import LLM, Completion
+from tests.lora.lora_rig import DOWN, GATE, LAYER_MODULES, OUT, UP, Q, V, merge, save_adapter
+from tests.rigs.engine.draft_models import draft_settings, tiny_target
+from tests.rigs.engine.tiny_models import MOE_CASES, TINY_ENGINE, save_reference, tiny_prompt
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
+#: Options of `save_adapter` by name.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"seed": 1},
+    "some": {"seed": 2, "modules": (Q, V, OUT, UP), "rank": 20, "rslora": True},
+    "patterns": {
+        "seed": 3,
+        "modules": (*LAYER_MODULES, "lm_head", "embed_tokens"),
+        "ranks": {GATE: 9, "0.self_attn.q_proj": 33},
+        "alphas": {DOWN: 3.0, "lm_head": 2.0},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A model directory, adapters over it, and the merged models by the adapter's name; None is the base."""
+
+    directory: Path
+    adapters: dict[str, Path]
+    models: dict[str | None, Any]
+
+    def check(self, completion: Completion, adapter: str | None) -> None:
+        """Asserts that a greedy completion is that of the merged model, with its log-probabilities."""
+        with torch.inference_mode():
+            ids = torch.tensor([[*completion.prompt_ids, *completion.ids]])
+            logits = self.models[adapter](ids).logits[0, len(completion.prompt_ids) - 1 : -1]
+        logprobs = logits.log_softmax(-1)
+        assert completion.ids == logprobs.argmax(-1).tolist(), f"adapter {adapter}"
+        for row, token in zip(logprobs, completion.tokens, strict=True):
+            assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-3)
+            for other in token.top:
+                assert other.logprob == pytest.approx(float(row[other.token]), abs=1e-3)
+
+
+def make_oracle(directory: Path, case: dict[str, Any], adapters: dict[str, dict[str, Any]]) -> Oracle:
+    model = save_reference(directory / "base", case)
+    paths = {name: save_adapter(directory / name, model, **options) for name, options in adapters.items()}
+    merged = {name: merge(model, path) for name, path in paths.items()}
+    return Oracle(directory / "base", paths, {None: model, **merged})
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return make_oracle(tmp_path_factory.mktemp("lora"), {"model_type": "llama"}, ADAPTERS)
+
+
+def make_llm(oracle: Oracle, **config: Any) -> LLM:
+    settings = TINY_ENGINE | {"num_blocks": 160, "max_adapters": 4, "max_adapter_rank": 64, "dtype": "float32"} | config
+    llm = LLM(oracle.directory, **settings)
+    for name, path in oracle.adapters.items():
+        llm.add_adapter(path, name)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def llm(oracle: Oracle) -> Iterator[LLM]:
+    made = make_llm(oracle)
+    yield made
+    made.engine.close()
+
+
+NAMES: list[str | None] = [None, "all", "some", "patterns"]
+
+
+def answers(llm: LLM, names: list[str | None], prompts: list[list[int]], **params: Any) -> list[Completion]:
+    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 8, "logprobs": 3} | params))
+    return llm.generate(prompts, sampling, adapter=names, ignore_eos=True, show_progress=False)
+
+
+def test_a_mixed_batch_is_exact_in_chunks_and_after_prefix_hits(oracle: Oracle, llm: LLM) -> None:
+    """Prompts of 40 tokens are computed in three chunks; all four models have the same prompts."""
+    names = NAMES * 2
+    prompts = [tiny_prompt(40 if i < 4 else 5, seed=i // 4) for i in range(8)]
+    first, again = (answers(llm, names, prompts) for _ in range(2))
+    for name, completion in zip(names * 2, [*first, *again], strict=True):
+        oracle.check(completion, name)
+    assert len({tuple(c.ids) for c in first[:4]}) == 4, "the adapters change the answers"
+    assert [c.cached_tokens for c in first] == [0] * 8, "no adapter has the KV of another"
+    assert [c.cached_tokens for c in again] == [36] * 4 + [4] * 4
+
+
+def test_prompt_logprobs_and_the_samples_of_a_prompt(oracle: Oracle, llm: LLM) -> None:
+    prompt = tiny_prompt(21, seed=5)
+    found = answers(llm, ["patterns", "patterns"], [prompt, prompt], n=3, temperature=0.0)
+    for completion in found:
+        oracle.check(completion, "patterns")
+    sampled = {
+        name: answers(llm, [name], [prompt], n=4, temperature=0.9, seed=3, logprobs=None) for name in ("all", "some")
+    }
+    again = answers(llm, ["some"], [prompt], n=4, temperature=0.9, seed=3, logprobs=None)
+    assert [c.ids for c in again] == [c.ids for c in sampled["some"]]
+    assert [c.ids for c in again] != [c.ids for c in sampled["all"]]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_blocks": 24},  # for four of eight sequences: preemption
+        {"max_adapters": 1, "chunk_tokens": 32},  # one slot for three adapters
+        {"speculation": "ngram"},
+        {"speculation": "suffix", "max_adapters": 2},
+        {"overlap": True},
+    ],
+    ids=["preemption", "one slot", "ngram", "suffix", "overlap"],
+)
+def test_mixed_batches_are_exact_with(config: dict[str, Any], oracle: Oracle) -> None:
+    llm = make_llm(oracle, **config)
+    names = NAMES * 3
+    prompts = [tiny_prompt(6 + 3 * (i % 5), seed=i) * 2 for i in range(len(names))]
+    for _ in range(2):
+        for name, completion in zip(names, answers(llm, names, prompts, max_tokens=20), strict=True):
+            oracle.check(completion, name)
+    if config.get("num_blocks") == 24:
+        assert llm.engine.scheduler.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("family", ["tied", "glm4-moe", "granite-moe"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    """Tied embeddings, attention beside experts, heads that rotate in part, and factors on the residual stream."""
+    case = (
+        {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True} if family == "tied" else MOE_CASES[family]
+    )
+    modules = (*(LAYER_MODULES if family == "tied" else LAYER_MODULES[:4]), "lm_head", "embed_tokens")
+    oracle = make_oracle(tmp_path, case, {"one": {"seed": 4, "modules": modules}})
+    llm = make_llm(oracle)
+    prompts = [tiny_prompt(19, seed=i) for i in range(4)]
+    for name, completion in zip([None, "one"] * 2, answers(llm, [None, "one"] * 2, prompts), strict=True):
+        oracle.check(completion, name)
+
+
+def test_draft_models_and_heads(tmp_path: Path) -> None:
+    """They draft for the base: what an adapter says differently is rejected, and preemption changes nothing."""
+    directory = tiny_target(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    paths = {
+        "weak": save_adapter(tmp_path / "weak", model, seed=1, size=0.05),
+        "strong": save_adapter(tmp_path / "strong", model, seed=2),
+    }
+    oracle = Oracle(directory, paths, {None: model, **{name: merge(model, path) for name, path in paths.items()}})
+    names: list[str | None] = [None, "weak", "strong"] * 2
+    prompts = [torch.randint(3, 48, (9 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(6)]
+    for kind, settings in draft_settings(directory, tmp_path).items():
+        if kind in ("draft_model", "eagle", "eagle3"):
+            llm = make_llm(oracle, **settings, num_blocks=40)
+            for name, completion in zip(names, answers(llm, names, prompts, max_tokens=16), strict=True):
+                oracle.check(completion, name)
+            llm.engine.close()
+
+
+def test_a_quantised_base(oracle: Oracle) -> None:
+    """The base's product may be rounded, the adapter's part is added to it: alone and in a batch the answer is one."""
+    llm = make_llm(oracle, weights="int8")
+    prompts = [tiny_prompt(11, seed=9)] * 4
+    together = answers(llm, NAMES, prompts)
+    alone = [answers(llm, [name], prompts[:1])[0] for name in NAMES]
+    assert [c.ids for c in together] == [c.ids for c in alone]
+    assert len({tuple(c.ids) for c in together}) == 4
+
+
+def test_a_name_that_gets_another_adapter(oracle: Oracle) -> None:
+    llm = make_llm(oracle, max_adapters=1)
+    prompt = tiny_prompt(30, seed=2)
+    llm.add_adapter(oracle.adapters["all"], "mine")
+    oracle.check(answers(llm, ["mine"], [prompt])[0], "all")
+    llm.add_adapter(oracle.adapters["some"], "mine")
+    (completion,) = answers(llm, ["mine"], [prompt])
+    oracle.check(completion, "some")
+    assert completion.cached_tokens == 0, "the KV of the old adapter is not used"
+    llm.add_adapter(oracle.adapters["all"], "mine")
+    (completion,) = answers(llm, ["mine"], [prompt])
+    oracle.check(completion, "all")
+    assert completion.cached_tokens == 28, "the same content is the same adapter"
+    llm.remove_adapter("mine")
+    with pytest.raises(InvalidRequest, match="unknown adapter 'mine'"):
+        answers(llm, ["mine"], [prompt])
+
+
+def test_without_room_for_adapters(oracle: Oracle, tmp_path: Path) -> None:
+    llm = LLM(oracle.directory, **TINY_ENGINE, num_blocks=16)
+    with pytest.raises(InvalidRequest, match="set max_adapters"):
+        llm.add_adapter(oracle.adapters["all"], "all")
+    with pytest.raises(ConfigError, match="deterministic"):
+        LLM(oracle.directory, **TINY_ENGINE, num_blocks=16, max_adapters=1, deterministic=True)
