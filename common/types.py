@@ -57,6 +57,10 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # The only tokens that may be generated; empty: all.
     bad_words: tuple[tuple[int, ...], ...] = ()  #: Token sequences that are never generated: the last id is banned.
     prompt_logprobs: int | None = None  #: Like `logprobs`, for the prompt, which is then computed as a whole.
+    #: The alternatives of `logprobs` are tokens that grammar, allowed_token_ids and bad_words allow; their
+    #: log-probabilities stay those of the model. An output that completes the grammar gets a token without alternatives
+    #: and the finish reason STOP. For the beams of a search.
+    allowed_logprobs: bool = False
 
     @property
     def greedy(self) -> bool:
