@@ -92,6 +92,8 @@ class ValidRequest:
     grammar: Grammar | None = None
     output_ids: tuple[int, ...] = ()  #: Tokens that another pod generated before; empty for a new request.
     child: int = 0  #: First sequence among the client's n; not 0 only for a request that continues.
+    cache_priority: int = 0  #: Of the cached blocks of its context: -1 low, 0 normal, 1 high, 2 pinned.
+    cache_ttl_s: int = 0  #: Seconds after the last use for which it holds; 0: until eviction.
 
     @property
     def prompt_len(self) -> int:

@@ -259,6 +259,8 @@ class ValidRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     CHILD_FIELD_NUMBER: _builtins.int
+    CACHE_PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_TTL_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the gateway, unique in the cluster."""
     model: _builtins.str
@@ -269,6 +271,10 @@ class ValidRequest(_message.Message):
     """Higher runs earlier; 0 is normal."""
     child: _builtins.int
     """Index of that sequence among the client's n, from 0. It is part of the random numbers' key and of every delta."""
+    cache_priority: _builtins.int
+    """Which cached blocks stay longer: those of the context have the priority -1 (low), 0 (normal), 1 (high) or 2 (pinned)."""
+    cache_ttl_s: _builtins.int
+    """Seconds after the last use for which this priority holds; 0: until eviction."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt as token ids."""
@@ -300,10 +306,12 @@ class ValidRequest(_message.Message):
         grammar: Global___Grammar | None = ...,
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
         child: _builtins.int = ...,
+        cache_priority: _builtins.int = ...,
+        cache_ttl_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "child", b"child", "grammar", b"grammar", "model", b"model", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_priority", b"cache_priority", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "child", b"child", "grammar", b"grammar", "model", b"model", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,6 +65,8 @@ class GenerationSpec:
     logprobs: int | None = None  #: Alternatives to report per token; 0 reports the token alone, None nothing.
     cache_salt: str = ""
     priority: int = 0
+    cache_priority: int = 0  #: As in ValidRequest.
+    cache_ttl_s: int = 0
     n: int = 1
     best_of: int | None = None  #: Sequences to generate per prompt, of which the best `n` are answered.
     stream: bool = False
@@ -171,7 +173,8 @@ def to_valid_request(
     )
     assert not isinstance(spec.grammar, GrammarSource), "a grammar is proven before its request is made"
     salt, priority = spec.cache_salt, spec.priority
-    return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, salt, priority, spec.grammar)
+    retention = {"cache_priority": spec.cache_priority, "cache_ttl_s": spec.cache_ttl_s}
+    return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, salt, priority, spec.grammar, **retention)
 
 
 def check_prompt_scores(spec: GenerationSpec, prompt_tokens: int) -> None:
