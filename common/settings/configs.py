@@ -167,7 +167,7 @@ class EngineSettings(Settings, section="Engine"):
         if 0 < self.chunk_tokens < self.block_size:
             problem = f"{self.chunk_tokens} is less than one block (block_size {self.block_size})"
             raise setting_error("chunk_tokens", problem)
-        if not self.prefix_cache and getattr(self, "host_cache", 0):
+        if not self.prefix_cache and getattr(self, "host_cache", None):
             raise setting_error("host_cache", "not used: it keeps blocks of the prefix cache, which is off")
 
 

@@ -173,8 +173,17 @@ def to_valid_request(
     )
     assert not isinstance(spec.grammar, GrammarSource), "a grammar is proven before its request is made"
     salt, priority = spec.cache_salt, spec.priority
-    retention = {"cache_priority": spec.cache_priority, "cache_ttl_s": spec.cache_ttl_s}
-    return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, salt, priority, spec.grammar, **retention)
+    return ValidRequest(
+        request_id,
+        spec.model,
+        tuple(prompt_ids),
+        sampling,
+        salt,
+        priority,
+        spec.grammar,
+        cache_priority=spec.cache_priority,
+        cache_ttl_s=spec.cache_ttl_s,
+    )
 
 
 def check_prompt_scores(spec: GenerationSpec, prompt_tokens: int) -> None:
