@@ -61,11 +61,12 @@ def baton(
 
 COMMANDS = (
     *(up, chat, bench, pull, models, serve, worker, gateway),
-    *(certs, batch, doctor, probe, plan, loadtest, version),
+    *(certs, batch, doctor, probe, loadtest, version),
 )
 for command in COMMANDS:
     app.command(cls=SectionedCommand)(command)
 app.add_typer(keys, name="keys")
+app.add_typer(plan, name="plan")
 
 
 def main() -> NoReturn:

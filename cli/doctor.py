@@ -25,10 +25,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.demo.model import INSTALL, PACKAGE
+from cli.fit.cards import parse_card, write_card
 from cli.gpus import Gpu, visible_gpus
 from cli.probes import redis_trouble
 from cli.stack.valkey import EmbeddedValkey
-from common.errors import BatonError
+from common.errors import BatonError, ConfigError, Unavailable, describe
 from common.model.directory import SMOLLM2, cache_dir, smollm2_dir
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.redis.url import RedisUrl
@@ -81,6 +82,26 @@ async def report(redis_url: str | None, pods: Sequence[str] = (), tls: TlsFiles 
             console.print(f"         {escape(finding.fix)}", soft_wrap=True)
     console.print(f"\n{escape(verdict(missing, warned))}", style="bold", soft_wrap=True)
     return int(bool(missing))
+
+
+async def measure_card(path: Path) -> str:
+    """Measures this machine's first GPU, or its CPUs, in a child process and writes the file of `baton plan fit`.
+
+    Returns a line with the rates. Raises Unavailable if the child fails, ConfigError if the file cannot be written.
+    """
+    reply = await _json_of_child([sys.executable, "-P", "-m", "engine.card_rates"], {})
+    if isinstance(reply, str):
+        raise Unavailable(f"the rates of this machine cannot be measured: {reply}")
+    card = parse_card(reply, "the measurement")
+    try:
+        write_card(card, path)
+    except OSError as e:
+        raise ConfigError(f"--measure: {path} cannot be written: {describe(e)}", field="measure") from e
+    fp8 = f", {card.fp8_flop_s / 1e12:.4g} TFLOP/s in FP8" if card.fp8_flop_s else ""
+    return (
+        f"{card.name}: {card.memory_bytes / 2**30:.1f} GiB, copies {card.copy_byte_s / 1e9:.4g} GB/s, products "
+        f"{card.product_flop_s / 1e12:.4g} TFLOP/s{fp8}, attention {card.attention_flop_s / 1e12:.4g} TFLOP/s: {path}"
+    )
 
 
 def verdict(missing: Sequence[str], warned: Sequence[str]) -> str:

@@ -42,10 +42,8 @@ _NO_PARALLEL = "use --prefill N and --decode N for more pods, or --tensor-parall
 _NO_CODE = "Baton never runs code from a model's directory; it serves the model with its own code or with transformers'"
 
 OTHER_FLAGS: dict[str, OtherFlag] = {
-    "--enable-prefix-caching": _always("prefixes are always cached"),
-    "--no-enable-prefix-caching": _refused(
-        "prefixes are always cached; a request with its own cache_salt shares none", takes_value=False
-    ),
+    "--enable-prefix-caching": _always("prefixes are cached by default"),
+    "--no-enable-prefix-caching": _refused("use --no-prefix-cache", takes_value=False),
     "--enable-chunked-prefill": _always("prompts are always computed in chunks, of --chunk-tokens"),
     "--no-enable-chunked-prefill": _refused(
         "prompts are always computed in chunks; --chunk-tokens sets their length", takes_value=False

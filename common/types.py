@@ -57,6 +57,10 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # The only tokens that may be generated; empty: all.
     bad_words: tuple[tuple[int, ...], ...] = ()  #: Token sequences that are never generated: the last id is banned.
     prompt_logprobs: int | None = None  #: Like `logprobs`, for the prompt, which is then computed as a whole.
+    #: The alternatives of `logprobs` are tokens that grammar, allowed_token_ids and bad_words allow; their
+    #: log-probabilities stay those of the model. An output that completes the grammar gets a token without alternatives
+    #: and the finish reason STOP. For the beams of a search.
+    allowed_logprobs: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -89,6 +93,8 @@ class ValidRequest:
     output_ids: tuple[int, ...] = ()  #: Tokens that another pod generated before; empty for a new request.
     child: int = 0  #: First sequence among the client's n; not 0 only for a request that continues.
     adapter: str = ""  #: Digest of the LoRA adapter; empty for the base model. Block hashes contain it.
+    cache_priority: int = 0  #: Of the cached blocks of its context: -1 low, 0 normal, 1 high, 2 pinned.
+    cache_ttl_s: int = 0  #: Seconds after the last use for which it holds; 0: until eviction.
 
     @property
     def prompt_len(self) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from common.types import RemotePrefillCost, Role, ValidRequest
 from engine.kv.blocks import Lease
+from engine.kv.eviction import Retention
 from engine.schedule.outputs import SchedulerStats
 from pod.runtime import PodRuntime
 
@@ -175,7 +176,8 @@ class Admission:
         if scheduler.waits_for_blocks:
             return Rejected("earlier requests wait for KV blocks")
         stats, blocks = scheduler.stats(), self._pod.limits.initial_blocks(request)
-        lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True)
+        kept = Retention.of(request)
+        lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True, retention=kept)
         if lease is None:
             return Rejected("the KV pool is full", temporary=pool.copies_pending())
         cached = lease.cached_blocks * block_size
@@ -184,7 +186,7 @@ class Admission:
         decision = self._local.decide(uncached, usable, state, remote_cost, remote_only=remote_only)
         if decision.local and cached > usable:
             lease.finish("the whole prompt is computed")
-            lease = pool.lease([], blocks, keep_free=stats.running)
+            lease = pool.lease([], blocks, keep_free=stats.running, retention=kept)
             if lease is None:
                 return Rejected("the KV pool is full", temporary=pool.copies_pending())
             cached = 0

@@ -203,6 +203,9 @@ class Engine:
             config.block_size,
             host_blocks=config.host_cache // self.layout.block_bytes,
             host_batch=max(1, HOST_COPY_BYTES // self.layout.block_bytes),
+            policy=config.cache_policy,
+            max_pinned=config.cache_pin // self.layout.block_bytes,
+            keeps_prefixes=config.prefix_cache,
             **callbacks,
         )
         self.scheduler = Scheduler(dataclasses.replace(limits, max_model_len=self.max_model_len), self.pool)

@@ -46,6 +46,8 @@ class PodLimits:
             raise InvalidRequest(f"{tokens} exceed a context of {most}", field="max_tokens")
         if not self._known(request.prompt_ids):
             raise InvalidRequest(f"a token id of the prompt is outside [0, {self.vocab_size})", field="prompt_ids")
+        if not -1 <= request.cache_priority <= 2:
+            raise InvalidRequest(f"cache_priority is {request.cache_priority}, outside [-1, 2]", field="cache_priority")
         self._check_output(request)
         self._check_sampling(request.sampling)
         if generates and (need := self.initial_blocks(request)) > self.num_blocks >= self.initial_blocks(request, n=1):

@@ -58,29 +58,69 @@ class Driver:
         self._idle.set()
 
     def run(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], *, hand_off: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        hand_off: bool = False,
+        **fields: Any,
     ) -> Steps:
-        """Runs requests to their ends. Returns the steps, with times since the first request was added."""
-        began = self.begin(prompts, sampling, hand_off=hand_off)
+        """Runs requests to their ends. Returns the steps, with times since the first request was added.
+
+        `fields` are fields of all requests.
+        """
+        began = self.begin(prompts, sampling, hand_off=hand_off, **fields)
         self._wait(self._idle)
         seen = [(at - began, result) for at, result in self.seen]
         self.end()
         return seen
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], *, hand_off: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        hand_off: bool = False,
+        **fields: Any,
     ) -> float:
-        """Adds all requests. Returns the time before the first one."""
+        """Adds all requests. Returns the time before the first one. `fields` are fields of all requests."""
         self.seen.clear()
         self._idle.clear()
-        self._left = len(prompts)
+        self._left = sum(params.n for params in sampling)
         self._names = [f"bench-{next(self._ids)}" for _ in prompts]
         began = time.perf_counter()
         adapters = itertools.cycle(self.adapters)
         for name, prompt, params in zip(self._names, prompts, sampling, strict=True):
-            request = ValidRequest(name, self.engine.layout.model, tuple(prompt), params, adapter=next(adapters))
+            more = {"adapter": next(adapters)} | fields
+            request = ValidRequest(name, self.engine.layout.model, tuple(prompt), params, **more)
             self.loop.add(self.engine.new_sequence(request, hand_off=hand_off), self._refused)
         return began
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> str:
+        """Adds a request to those of `begin`. Returns its id."""
+        name = f"bench-{next(self._ids)}"
+        self._names.append(name)
+        request = ValidRequest(name, self.engine.layout.model, tuple(prompt), params)
+        seq = self.engine.new_sequence(request)
+
+        def add() -> None:
+            self._left += 1
+            self.engine.add(seq)
+
+        self.call(add)
+        return name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ids of the requests since `begin`."""
+        return tuple(self._names)
+
+    def watch(self, on_step: Callable[[StepResult], None]) -> None:
+        """Calls on_step after each step until all requests have ended."""
+        self._enough = lambda result: bool(on_step(result))
+        self._wait(self._idle)
+        self._enough = None
+        self.end()
 
     def wait(self, enough: Condition) -> None:
         """Waits until a step meets the condition, which all later steps must meet too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,13 +29,21 @@ def doctor(
         opt("Running pods to check, besides those in --redis; may be repeated.", metavar="HOST:PORT,.."),
     ] = None,
     tls_dir: TlsDir = None,
+    measure: Annotated[
+        Path | None,
+        opt("Only measures this machine's GPU (without one its CPUs) for `baton plan fit --gpu FILE`.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Checks this machine for the requirements of Baton.
 
-    With --redis or --pods also how running pods exchange KV.
+    With --redis or --pods also how running pods exchange KV. With --measure it only measures the rates of copies,
+    products and attention, which takes some seconds.
     """
-    from cli.doctor import report
+    from cli.doctor import measure_card, report
 
+    if measure is not None:
+        typer.echo(asyncio.run(measure_card(measure)))
+        return
     addresses = declared(GatewayConfig)["pods"].parse(",".join(pods or ()), FLAG)
     raise typer.Exit(asyncio.run(report(redis, addresses, own_certificates(tls_dir))))
 

@@ -1,4 +1,4 @@
-"""`baton plan`: runs the capacity planner and prints a table or JSON."""
+"""`baton plan` runs the capacity planner, `baton plan fit` says what a model needs; both print a table or JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import takes_text
+from cli import exits
+from cli.options import SectionedCommand, opt, takes_text
 from common.errors import ConfigError
 
 if TYPE_CHECKING:  # imported only when the command runs
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # imported only when the command runs
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
+DEFAULT_CONTEXT = 32768
 BURSTS = 0.1  # Share of requests that arrive together with another one, above which a note is printed.
 STEADY_S = 60.0  # A shorter replay does not show a steady state: queues may still grow at its end.
 ROUNDS = 4  # Max replays with more and more requests, until one lasts STEADY_S.
@@ -43,16 +45,94 @@ OPTIONS = (
 )
 
 
+plan = typer.Typer()
+
+
+@plan.callback(invoke_without_command=True)
 @takes_text({"Options": OPTIONS})
-def plan(
+def simulate(
     flags: dict[str, Any],
+    ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON instead of a table.")] = False,
 ) -> None:
     """Simulates a trace to find the number of pods of each role.
 
-    Finds the prefill:decode ratio, chunk size and number of GPUs with the highest goodput per GPU.
+    Finds the prefill:decode ratio, chunk size and number of GPUs with the highest goodput per GPU. The command `fit`
+    says whether a model fits on a card.
     """
+    if ctx.invoked_subcommand is not None:
+        if given := [name for name, value in flags.items() if value is not None]:
+            raise ConfigError(f"--{given[0]} is no option of baton plan {ctx.invoked_subcommand}", field=given[0])
+        return
     raise typer.Exit(run(**flags, as_json=as_json))
+
+
+#: Options of `baton plan fit`.
+FIT_OPTIONS = (
+    ("model", "DIR", "Model directory, or a model of the hub; only its configuration is read."),
+    ("gpu", "CARD", "Card by name (h200, h100, b200, a100-80gb, l40s, ...), or a file of baton doctor --measure."),
+    ("context", "N", "Longest prompt and answer together, like 32k; default: the model's, at most 32k."),
+    ("prompt", "N", "Tokens of a prompt, for the time to the first token; default: the context."),
+    ("users", "N", "Answers at the same time; default: 64."),
+    ("gpus", "N", "Cards of a pod (tensor parallelism); default: as few as hold all users."),
+    ("share", "X", "Share of the card's memory, as --gpu-memory-utilization; default: 0.9."),
+)
+
+
+@plan.command(name="fit", cls=SectionedCommand, short_help="Says whether a model fits on a card.")
+@takes_text({"Options": FIT_OPTIONS})
+def fit(
+    flags: dict[str, Any],
+    as_json: Annotated[bool, opt("Prints JSON instead of a table.", "--json")] = False,
+) -> None:
+    """Says whether a model fits on a card, how many users it holds, how fast it will be, and which flags to use.
+
+    Reads no weights and needs no GPU. Exit code 1 if no setup holds all users.
+    """
+    raise typer.Exit(run_fit(**flags, as_json=as_json))
+
+
+def run_fit(*, as_json: bool, **flags: str | None) -> int:
+    """Runs `baton plan fit` with the flags as typed; returns 0, or 1 if some users do not fit. Raises ConfigError."""
+    from cli.fit.cards import load_card
+    from cli.fit.estimate import Load, best_of, candidates, sizes_of
+    from cli.fit.table import document, show
+    from common.model.directory import resolve_model
+    from engine.model_size import model_size
+
+    model, gpu, context, prompt, users, gpus, share = (flags[name] for name, *_ in FIT_OPTIONS)
+    if model is None or gpu is None:
+        raise ConfigError("--model DIR and --gpu CARD are needed", field="gpu" if model else "model")
+    card = load_card(gpu)
+    path = Path(model)
+    directory = path if path.is_dir() else resolve_model(model, tokenizer=False, weights=False)
+    sizes = sizes_of(model_size, directory, card.dtype)
+    ranks = None if gpus is None else _whole("gpus", gpus, 1, 64)
+    part = _number("share", share, 0.9)
+    if not 0 < part <= 1:
+        raise ConfigError(f"--share must be above 0 and at most 1, not {part:g}", field="share")
+    longest = sizes().shape.max_position
+    length = min(longest, DEFAULT_CONTEXT) if context is None else _tokens("context", context, longest)
+    load = Load(
+        context=length,
+        prompt=length if prompt is None else _tokens("prompt", prompt, length),
+        users=_whole("users", users or "64", 1, 65536),
+    )
+    found = candidates(sizes, card, load, part, ranks)
+    if as_json:
+        print(json.dumps(document(found, card, load), indent=2))  # noqa: T201
+    else:
+        show(found, card, load, sizes(), directory)
+    return 0 if best_of(found).fits else exits.FAILED
+
+
+def _tokens(name: str, text: str, highest: int) -> int:
+    """Parses a number of tokens, like 4096 or 32k (k is 1024)."""
+    digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    value = int(digits) * factor if digits.isdecimal() and len(digits) < 10 else 0
+    if not 1 <= value <= highest:
+        raise ConfigError(f"--{name} must be a number from 1 to {highest}, like 4096 or 32k, not {text!r}", field=name)
+    return value
 
 
 def run(*, as_json: bool, **flags: str | None) -> int:

@@ -168,6 +168,8 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
     """Bytes of each pod's host tier."""
     if config.host_cache is not None:
         return config.host_cache
+    if not config.prefix_cache:
+        return 0
     if not on_gpus or config.tensor_parallel_size > 1:
         return 0
     from common.telemetry import memory_usage

@@ -80,6 +80,7 @@ class SamplingParams(_message.Message):
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ALLOWED_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Softmax temperature; 0 means greedy."""
     top_k: _builtins.int
@@ -109,6 +110,10 @@ class SamplingParams(_message.Message):
     prompt_logprobs: _builtins.int
     """Alternatives per prompt token (0: only the token itself); absent: no log-probabilities. The whole prompt is then
     computed, even if a cache holds its KV.
+    """
+    allowed_logprobs: _builtins.bool
+    """The alternatives of `logprobs` are tokens that grammar, allowed_token_ids and bad_words allow, with the model's own
+    log-probabilities. If the output so far completes the grammar, the one token has no alternatives and ends the answer.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
@@ -146,10 +151,11 @@ class SamplingParams(_message.Message):
         allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        allowed_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_logprobs", b"allowed_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -254,6 +260,8 @@ class ValidRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     CHILD_FIELD_NUMBER: _builtins.int
+    CACHE_PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_TTL_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the gateway, unique in the cluster."""
     model: _builtins.str
@@ -266,6 +274,10 @@ class ValidRequest(_message.Message):
     """Digest of the LoRA adapter, part of every block hash; empty: the base model."""
     child: _builtins.int
     """Index of that sequence among the client's n, from 0. It is part of the random numbers' key and of every delta."""
+    cache_priority: _builtins.int
+    """Which cached blocks stay longer: those of the context have the priority -1 (low), 0 (normal), 1 (high) or 2 (pinned)."""
+    cache_ttl_s: _builtins.int
+    """Seconds after the last use for which this priority holds; 0: until eviction."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt as token ids."""
@@ -298,10 +310,12 @@ class ValidRequest(_message.Message):
         grammar: Global___Grammar | None = ...,
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
         child: _builtins.int = ...,
+        cache_priority: _builtins.int = ...,
+        cache_ttl_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "child", b"child", "grammar", b"grammar", "model", b"model", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_priority", b"cache_priority", "cache_salt", b"cache_salt", "cache_ttl_s", b"cache_ttl_s", "child", b"child", "grammar", b"grammar", "model", b"model", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

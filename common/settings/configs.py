@@ -119,6 +119,12 @@ class EngineSettings(Settings, section="Engine"):
         also=("kv_cache_memory_bytes",),
     )
     gpu_memory_utilization: float = setting(kinds.GPU_SHARE, 0.9, "Share of the GPU's memory for this pod")
+    prefix_cache: bool = setting(kinds.BOOL, True, "Keep the KV of prompts and answers for later requests")
+    cache_policy: str = choice_setting(
+        ("lru", "gdsf", "s3fifo"),
+        "Which cached block is evicted first: the least recently used (lru), or by frequency too (gdsf, s3fifo)",
+    )
+    cache_pin: int = setting(kinds.size(0), 0, "KV bytes that requests may pin in each pool, like 4GiB; default: 0")
     max_model_len: int = setting(
         kinds.integer(0, 1 << 24), 0, "Longest prompt plus output, in tokens; default: the model's"
     )
@@ -161,6 +167,8 @@ class EngineSettings(Settings, section="Engine"):
         if 0 < self.chunk_tokens < self.block_size:
             problem = f"{self.chunk_tokens} is less than one block (block_size {self.block_size})"
             raise setting_error("chunk_tokens", problem)
+        if not self.prefix_cache and getattr(self, "host_cache", None):
+            raise setting_error("host_cache", "not used: it keeps blocks of the prefix cache, which is off")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypedDict, Unpack
 
 from common.errors import BatonError, InternalError
 from common.types import PoolCounts
+from engine.kv.eviction import Retention
 from engine.kv.host_tier import HostLoad, HostTier, HostTierStats, SavedPartialBlock
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
@@ -60,14 +61,18 @@ class BlockPool:
         *,
         host_blocks: int = 0,  # Blocks of the host tier; 0 for no host tier
         host_batch: int = 64,  # Max blocks of one copy to the host
+        policy: str = "lru",  # One of eviction.POLICIES
+        max_pinned: int = 0,  # Blocks that may have the priority PINNED
+        keeps_prefixes: bool = True,  # False: no block is published, so none is found again
         **callbacks: Unpack[CacheCallbacks],
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
         assert callbacks.keys() <= CacheCallbacks.__annotations__.keys()
         self.num_blocks, self.block_size = num_blocks, block_size
+        self._keeps_prefixes = keeps_prefixes
         self.lock = threading.Lock()  # Guards the pool, its leases and pins, the prefix cache and the host tier
-        self._cache = PrefixCache(num_blocks, has_host_tier=host_blocks > 0)
+        self._cache = PrefixCache(num_blocks, has_host_tier=host_blocks > 0, policy=policy, max_pinned=max_pinned)
         self._holds = [0] * num_blocks  # Leases, step fences and planned copies on each block
         self._writers = [0] * num_blocks  # Writers' pins on each block
         self._readers = [0] * num_blocks  # Readers' pins on each block
@@ -100,6 +105,7 @@ class BlockPool:
         keep_free: int = 0,  # Blocks that must stay available
         host: bool = False,
         saved_partial: SavedPartialBlock | None = None,  # Restored if exactly the blocks before it are cached
+        retention: Retention | None = None,  # Of the blocks that match, and of those that the lease publishes
     ) -> Lease | None:
         """Leases total_blocks blocks: the longest cached prefix of `hashes`, then empty blocks.
 
@@ -113,10 +119,11 @@ class BlockPool:
             if not self._can_allocate(keep_free + need + self._cache.count_evictable(cached)):
                 return None
             self._acquire(cached, self._holds)
+            self._cache.retain(cached, retention)
             if host_tier is None:
-                return Lease(self, cached + self._allocate(need), len(cached))
+                return Lease(self, cached + self._allocate(need), len(cached), retention=retention)
             keys = list(hashes[len(cached) : len(cached) + host_tier.match(hashes[len(cached) :])])
-            lease = Lease(self, cached + self._allocate(need), len(cached), host_blocks=len(keys))
+            lease = Lease(self, cached + self._allocate(need), len(cached), host_blocks=len(keys), retention=retention)
             if (
                 saved_partial is not None
                 and lease.cached_blocks < total_blocks
@@ -408,7 +415,15 @@ class Lease:
     `blocks` grows and shrinks at the end; `num_replaced` counts the entries that were replaced by another block.
     """
 
-    def __init__(self, pool: BlockPool, blocks: list[int], num_registered: int, *, host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        blocks: list[int],
+        num_registered: int,
+        *,
+        host_blocks: int = 0,
+        retention: Retention | None = None,
+    ) -> None:
         """Made by the pool or by `fork`, under the lock, with one hold on each block; the first ones are registered."""
         self.blocks = blocks  # Physical blocks in logical order; empty once the lease has finished
         self.cached_blocks = num_registered + host_blocks  # First blocks, which came with their KV, from pool or host
@@ -421,6 +436,7 @@ class Lease:
         self.finished = False
         self.reason = ""  # Why the lease finished
         self.num_replaced = 0
+        self.retention = retention  # Of the blocks that it publishes
         self._pool = pool
         pool._leases.add(self)
 
@@ -471,7 +487,7 @@ class Lease:
             lead = self.blocks[:shared]
             moved = [self.blocks.pop() for _ in range(spare)]
             pool._acquire(lead, pool._holds)
-            other = Lease(pool, lead + moved, self.num_published)
+            other = Lease(pool, lead + moved, self.num_published, retention=self.retention)
             other.cached_blocks, other.host_blocks = self.cached_blocks, self.host_blocks
             other.host_load = self.host_load
             if shared > self.num_published:
@@ -513,7 +529,7 @@ class Lease:
         pool = self._pool
         with pool.lock:
             self._require_live()
-            if self.host_error is not None:
+            if self.host_error is not None or not pool._keeps_prefixes:
                 return
             if len(hashes) > len(self.blocks):
                 raise InternalError(f"{len(hashes)} hashes for a lease of {len(self.blocks)} blocks")
@@ -526,6 +542,7 @@ class Lease:
                 canonical = pool._cache.block_by_hash.get(block_hash)
                 if canonical is None:
                     pool._cache.register(block, block_hash, self.blocks[i - 1] if i else -1)
+                    pool._cache.retain([block], self.retention)
                     stored.append(block_hash)
                 elif canonical != block:  # equal if a fork of this lease has registered it
                     duplicates.append(self._replace(i, canonical))

@@ -7,6 +7,8 @@ that continue it are idle. Two invariants hold. The prefix index relies on the f
 - The oldest evictable block is a leaf. A block becomes evictable after all its children, so it comes after them in the
   order. A child that is used again takes its ancestors out of the order. Eviction of the oldest is thus leaf-first LRU.
 
+Other policies and retentions (eviction.py) replace the order. They take leaves only, so the first invariant holds.
+
 With a host tier (host_tier.py) a block must also be *saved* before it is evictable: the host has, or had, a copy of it.
 Idle blocks without a copy wait in a list of their own, oldest first, and keep their ancestors from eviction.
 
@@ -18,20 +20,29 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from engine.kv.eviction import LeafOrder, Retention
+
 HashesCallback = Callable[[list[bytes]], None]  # Gets hashes that became available or ceased to be
 
 
 class PrefixCache:
     """Maps hashes to blocks and blocks to their parents, and keeps the evictable blocks, oldest first."""
 
-    def __init__(self, num_blocks: int, *, has_host_tier: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, *, has_host_tier: bool = False, policy: str = "lru", max_pinned: int = 0
+    ) -> None:
         self.block_by_hash: dict[bytes, int] = {}  # The registered blocks, parents before children
         self.hash_by_block: list[bytes | None] = [None] * num_blocks
         self._parent = [-1] * num_blocks
         self._num_kept_children = [0] * num_blocks  # Registered children of each block that are not evictable
         self.idle = bytearray(num_blocks)  # 1 for registered blocks without a user
         self.num_idle = 0
-        self.evictable: OrderedDict[int, None] = OrderedDict()  # Evictable blocks, oldest first
+        self._max_pinned = max_pinned
+        #: The evictable blocks, the next to evict first. A plain dict, oldest first, until a policy or a retention asks
+        #: for another order.
+        self.evictable: OrderedDict[int, None] | LeafOrder = OrderedDict()
+        if policy != "lru":
+            self.evictable = LeafOrder(policy, num_blocks, max_pinned)
         self._has_host_tier = has_host_tier
         self._saved = bytearray(num_blocks)  # 1 for blocks that need no copy to the host before eviction
         self.saving: set[int] = set()  # Blocks that are being copied to the host now
@@ -71,6 +82,22 @@ class PrefixCache:
             assert self.hash_by_block[parent] is not None
             assert not self.idle[parent]
             self._num_kept_children[parent] += 1
+        if isinstance(self.evictable, LeafOrder):
+            self.evictable.on_registered(block, block_hash, parent)
+
+    def retain(self, blocks: Sequence[int], retention: Retention | None) -> None:
+        """A request uses registered blocks of its prompt, first to last; None: it asks for no retention."""
+        order = self.evictable
+        if isinstance(order, LeafOrder):
+            order.retain(blocks, retention or Retention())
+        elif retention is not None and retention != Retention():
+            self.evictable = leafs = LeafOrder("lru", len(self.hash_by_block), self._max_pinned)
+            for block_hash, block in self.block_by_hash.items():
+                leafs.on_registered(block, block_hash, self._parent[block])
+            leafs.retain(list(self.block_by_hash.values()), Retention())
+            for block in order:
+                leafs[block] = None
+            leafs.retain(blocks, retention)
 
     def mark_in_use(self, blocks: Sequence[int]) -> None:
         """Marks blocks as in use; the idle blocks among them, and their ancestors, are not evictable any more."""
@@ -113,7 +140,7 @@ class PrefixCache:
         return unregistered
 
     def evict(self) -> tuple[int, bytes]:
-        """Unregisters the oldest evictable block, a leaf; returns it and its hash."""
+        """Unregisters the next evictable block, a leaf; returns it and its hash."""
         block, _ = self.evictable.popitem(last=False)
         block_hash = self.hash_by_block[block]
         assert block_hash is not None
@@ -171,8 +198,9 @@ class PrefixCache:
                 defects.append(f"block {b} outlived its parent {parent}")
             elif b not in order:
                 kept[parent] += 1
-            elif parent in order and order[parent] < order[b]:
+            elif isinstance(self.evictable, OrderedDict) and parent in order and order[parent] < order[b]:
                 defects.append(f"block {parent} would be evicted before its child {b}")
+        defects += self.evictable.inconsistencies() if isinstance(self.evictable, LeafOrder) else []
         for b in registered:
             if kept[b] != self._num_kept_children[b]:
                 defects.append(f"block {b} has {kept[b]} kept children, not {self._num_kept_children[b]}")

@@ -105,12 +105,25 @@ def token_probs(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     return probs
 
 
-def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns log-probabilities of the tokens, and values and ids (None for 0) of the num_top most likely ones."""
+def token_logprobs(
+    raw: Tensor, tokens: Tensor, num_top: int, masks: np.ndarray | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns log-probabilities of the tokens, and values and ids (None for 0) of the num_top most likely ones.
+
+    `masks`, int32 [R, words], bound the most likely ones: tokens that a mask forbids have the value -inf.
+    """
     logprobs = raw.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    if masks is not None:
+        logprobs = logprobs.masked_fill_(_forbidden(masks, raw), NEG_INF)
     top = logprobs.topk(min(num_top, raw.shape[1]), dim=-1) if num_top else None
     return chosen, top and top.values, top and top.indices
+
+
+def _forbidden(masks: np.ndarray, like: Tensor) -> Tensor:
+    """Returns bool [R, vocab] of masks int32 [R, words]: True where a mask forbids the token."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=like.shape[1], bitorder="little")
+    return torch.from_numpy(bits == 0).to(like.device)
 
 
 def _apply_penalties(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -133,8 +146,7 @@ def _apply_penalties(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         logits[_longs([r for r, _ in stops], raw), _longs([t for _, t in stops], raw)] = NEG_INF
     if masked:
         words = np.stack([rows[r].allowed_mask for r in masked])  # type: ignore[misc]
-        bits = np.unpackbits(words.view(np.uint8), axis=1, count=raw.shape[1], bitorder="little")
-        forbidden = torch.from_numpy(bits == 0).to(raw.device)
+        forbidden = _forbidden(words, raw)
         if len(masked) == len(rows):
             logits.masked_fill_(forbidden, NEG_INF)
         else:

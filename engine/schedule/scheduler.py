@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.types import MAX_N, FinishReason
 from engine.kv.blocks import BlockCopy, BlockPool, Lease
+from engine.kv.eviction import Retention
 from engine.schedule.chunks import ChunkPolicy
 from engine.schedule.outputs import SchedulerStats
 from engine.schedule.sequence import DraftTokens, Sequence
@@ -380,6 +381,7 @@ class Scheduler:
             keep_free=growing + _num_future_forks(seq),
             host=True,
             saved_partial=seq.saved_partial,
+            retention=Retention.of(seq.request),
         )
         if lease is None:
             return False

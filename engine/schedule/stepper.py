@@ -410,6 +410,8 @@ class Stepper(Generic[L]):
         """Returns why the sequence ends with the token. BatonError if its constraint does not allow the token."""
         params = seq.request.sampling
         if seq.constraint is not None:
+            if params.allowed_logprobs and seq.constraint.is_complete:
+                return FinishReason.STOP  # before the token: the output that came with the request ended already
             seq.constraint.advance(token)
             if seq.constraint.is_complete:
                 return FinishReason.STOP

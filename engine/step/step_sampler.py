@@ -20,7 +20,7 @@ from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.sequence import DraftTokens
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.acceptance import rejection_sample
-from engine.step.step_tensors import LaunchedStep, Logprobs
+from engine.step.step_tensors import LaunchedStep, Logprobs, allowed_masks
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
@@ -85,7 +85,7 @@ class StepSampler:
         for entry in scheduled:
             seq, num_tokens = entry.seq, entry.start + entry.num_new - len(entry.drafts)
             tokens = seq.tokens if len(seq.tokens) == num_tokens else [*seq.tokens, int(self._last_tokens[seq.slot])]
-            masks = _masks(entry) if seq.constraint is not None and not seq.pending else None
+            masks = allowed_masks(entry) if seq.constraint is not None and not seq.pending else None
             for num_taken in range(1 + len(entry.drafts)):
                 rows.append(_row(seq, tokens, entry.drafts[:num_taken], None if masks is None else masks[num_taken]))
         if self.uses_rejection(scheduled):
@@ -130,7 +130,7 @@ class StepSampler:
         for entry in scheduled:
             rows = 1 + len(entry.drafts)
             if entry.seq.constraint is not None and not entry.seq.pending:
-                masks.append(_masks(entry))
+                masks.append(allowed_masks(entry))
                 indices += range(row, row + rows)
             row += rows
         if not masks:
@@ -161,7 +161,7 @@ class StepSampler:
             return
         assert step.logits is not None
         scheduled, results = zip(*pairs, strict=True)
-        masks = np.stack([mask for entry in scheduled for mask in _masks(entry)])
+        masks = np.stack([mask for entry in scheduled for mask in allowed_masks(entry)])
         indices, logit_rows, slots, positions = upload(
             [
                 np.array(results),
@@ -191,7 +191,7 @@ class StepSampler:
             if not entry.samples or seq.num_samples == 1 or seq.slot < 0:
                 continue
             assert step.logits is not None
-            mask = None if seq.constraint is None else _masks(entry)[0]
+            mask = None if seq.constraint is None else allowed_masks(entry)[0]
             children = range(1, seq.num_samples)
             rows = [SampleRow(params, seq.tokens, seq.prompt_len, child, allowed_mask=mask) for child in children]
             row = int(step.logit_rows[step.first_results()[index]])
@@ -216,15 +216,6 @@ class StepSampler:
 def mask_unknown(seq: EngineSequence) -> bool:
     """Returns whether the mask of the next token depends on a token that only the device knows."""
     return seq.constraint is not None and seq.pending > 0
-
-
-def _masks(entry: ScheduledSequence) -> np.ndarray:
-    """Returns int32 [1 + drafts, words], the masks after the known tokens and after each draft."""
-    assert entry.seq.constraint is not None
-    masks = entry.seq.constraint.masks(entry.drafts)[1]
-    # Masks are missing if the matcher failed; the error is raised once the token is accounted for.
-    missing = 1 + len(entry.drafts) - len(masks)
-    return np.concatenate([masks, np.zeros((missing, masks.shape[1]), dtype=np.int32)]) if missing else masks
 
 
 def _row(seq: EngineSequence, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None) -> SampleRow:

@@ -9,6 +9,7 @@ its drafts. `DecodeStep` builds its inputs on the device instead, from a few num
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -224,7 +225,8 @@ class LaunchedStep:
             rows = [np.array(self.logprob_rows), self.logit_rows[self.logprob_rows]]
             result_rows, logit_rows = upload(rows, logits.device)
             tokens = self.results.index_select(0, result_rows).clamp(min=0)
-            self.logprobs = _to_host(token_logprobs(logits.index_select(0, logit_rows), tokens, num_top))
+            masks = self._alternative_masks()
+            self.logprobs = _to_host(token_logprobs(logits.index_select(0, logit_rows), tokens, num_top, masks))
         self.prompt_logprobs = {
             i: (first, tuple(map(_on_host, tensors))) for i, (first, tensors) in self.prompt_logprobs.items()
         }
@@ -233,6 +235,22 @@ class LaunchedStep:
         if logits.device.type == "cuda":
             self.copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copy_event.record()
+
+    def _alternative_masks(self) -> np.ndarray | None:
+        """Returns the masks of the alternatives of `logprob_rows`, int32 [rows, words]; None if none is masked."""
+        masks: list[np.ndarray | None] = []
+        for entry in self.scheduled:
+            params, constraint = entry.seq.request.sampling, entry.seq.constraint
+            if not entry.samples or params.logprobs is None:
+                continue
+            rows = 1 + len(entry.drafts)
+            masked = params.allowed_logprobs and constraint is not None
+            masks += list(allowed_masks(entry)) if masked else [None] * rows
+        known = next((mask for mask in masks if mask is not None), None)
+        if known is None:
+            return None
+        every = np.full_like(known, -1)
+        return np.stack([every if mask is None else mask for mask in masks])
 
     def collect(self) -> list[RunnerOutput]:
         """Returns the output of each scheduled sequence, in order. Waits for the device."""
@@ -275,6 +293,15 @@ class LaunchedStep:
         return tuple(tokens)
 
 
+def allowed_masks(entry: ScheduledSequence) -> np.ndarray:
+    """Returns int32 [1 + drafts, words], the masks after the known tokens and after each draft."""
+    assert entry.seq.constraint is not None
+    masks = entry.seq.constraint.masks(entry.drafts)[1]
+    # Masks are missing if the matcher failed; the error is raised once the token is accounted for.
+    missing = 1 + len(entry.drafts) - len(masks)
+    return np.concatenate([masks, np.zeros((missing, masks.shape[1]), dtype=np.int32)]) if missing else masks
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     """Starts a copy to host memory; torch pins the memory of a non-blocking copy from a GPU."""
     return tensor.to("cpu", non_blocking=True, copy=True)
@@ -292,4 +319,6 @@ def _with_logprobs(token: Token, seq: EngineSequence, row: int, logprobs: Logpro
     top: tuple[TokenLogprob, ...] = ()
     if count and values is not None and ids is not None:
         top = tuple(map(TokenLogprob, ids[row, :count].tolist(), values[row, :count].tolist()))
+        if seq.request.sampling.allowed_logprobs:
+            top = tuple(alternative for alternative in top if alternative.logprob > -math.inf)
     return Token(token.index, token.id, float(chosen[row]), top, token.child)

@@ -61,6 +61,7 @@ class ApiKey(BaseModel):
     concurrent: _Count = 0
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    cache_priority: Annotated[int, Field(ge=-1, le=2)] = 0
     models: tuple[str, ...] = ()
     isolated: bool = False
     admin: bool = False
@@ -79,7 +80,9 @@ class ApiKey(BaseModel):
     def caller(self) -> Caller:
         """The caller that the key identifies."""
         limits = KeyLimits(**self.model_dump(include={field.name for field in fields(KeyLimits)}))
-        shared = self.model_dump(include={"tenant", "weight", "priority", "models", "isolated", "admin"})
+        shared = self.model_dump(
+            include={"tenant", "weight", "priority", "cache_priority", "models", "isolated", "admin"}
+        )
         return Caller(key_id=self.id, limits=limits, **shared)
 
     def is_secret(self, secret: str) -> bool:
@@ -174,6 +177,7 @@ class Caller:
     limits: KeyLimits = field(default_factory=KeyLimits)
     weight: float = 1.0  # share of the tenant relative to the others
     priority: int | None = None  #: Highest priority of its requests, and their default; None allows any.
+    cache_priority: int | None = None  #: The same for the priority of its cached blocks.
     models: tuple[str, ...] = ()  # names of the models that may be used; empty for all
     isolated: bool = False  # the tenant shares its prefix cache with no other tenant, even with --share-cache
     admin: bool = False  # administrative routes and the requests of all tenants may be used
@@ -195,6 +199,11 @@ class Caller:
     def effective_priority(self, wanted: int) -> int:
         """Returns the priority of a request that asks for `wanted`; 0 asks for none."""
         return wanted if self.priority is None else min(wanted or self.priority, self.priority)
+
+    def effective_cache_priority(self, wanted: int) -> int:
+        """Returns the priority of the cached blocks of a request that asks for `wanted`; 0 asks for none."""
+        most = self.cache_priority
+        return wanted if most is None else min(wanted or most, most)
 
     def effective_salt(self, wanted: str, *, share_cache: bool = False) -> str:
         """Returns the cache salt of a request that asks for `wanted`.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from common.errors import BatonError, Overloaded
-from common.types import FinishReason, SamplingParams, Token, TokenLogprob
+from common.types import FinishReason, SamplingParams, Token, TokenLogprob, ValidRequest
 from gateway.dispatch.dispatch import Dispatch
 from gateway.serving.choice import Choice, CompleteAnswer
 from gateway.serving.request import BeamSearchParams, GenerationSpec, Usage
@@ -73,6 +73,9 @@ class _BeamSearch:
     The choice's usage counts the prompt once and the tokens of the answers. Its charged usage counts every generated
     token. All dispatches share an affinity, so that they go to the pods that hold the prompt. Only the first one is
     recorded in the request's timeline, which has no room for all.
+
+    With a grammar the tokens of a beam are the output that the request resumes after. The pod brings the grammar to the
+    state after them, so every beam has a state of its own, and answers with the likeliest tokens that it allows.
     """
 
     def __init__(self, choice: Choice, params: BeamSearchParams) -> None:
@@ -83,6 +86,7 @@ class _BeamSearch:
         self._sampling = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=params.width + len(self._stops), seed=sampling.seed
         )
+        self._min_tokens = sampling.min_tokens
         self._indexes = itertools.count()
         self._usage = Usage(choice.request.prompt_len)
         self._generated = 0
@@ -122,15 +126,25 @@ class _BeamSearch:
                     raise
                 await asyncio.sleep(pause)
 
+    def _next_request(self, beam: Beam, request_id: str) -> ValidRequest:
+        """Returns the request for the token after a beam."""
+        base, ids = self._choice.request, tuple(token.id for token in beam.tokens)
+        if base.grammar is None:
+            return replace(base, request_id=request_id, prompt_ids=base.prompt_ids + ids, sampling=self._sampling)
+        length = len(ids) + 1
+        sampling = replace(
+            self._sampling,
+            max_tokens=length,
+            min_tokens=min(self._min_tokens, length),
+            stop_token_ids=self._stops,  # the grammar allows them where it may end
+            allowed_logprobs=True,
+        )
+        return replace(base, request_id=request_id, output_ids=ids, sampling=sampling)
+
     async def _next_token(self, beam: Beam) -> Token:
         """Dispatches a beam as a prompt of its own and returns the one generated token."""
         base, context, index = self._choice.request, self._choice.context, next(self._indexes)
-        request = replace(
-            base,
-            request_id=f"{base.request_id}-{index}",
-            prompt_ids=(*base.prompt_ids, *(token.id for token in beam.tokens)),
-            sampling=self._sampling,
-        )
+        request = self._next_request(beam, f"{base.request_id}-{index}")
         dispatch = Dispatch(
             self._choice.model.router,
             request,
@@ -197,7 +211,10 @@ class Beam:
 
 
 Expand = Callable[[Sequence[Beam]], Awaitable[Sequence[Sequence[TokenLogprob]]]]
-"""Returns, for each beam, its likeliest next tokens, best first: at least `width` plus the number of stop tokens."""
+"""Returns, for each beam, its likeliest next tokens, best first: at least `width` plus the number of stop tokens.
+
+A grammar may allow fewer. No token at all means that the beam is complete.
+"""
 
 
 async def beam_search(
@@ -214,7 +231,8 @@ async def beam_search(
     Scores and ends follow transformers (generation/utils.py, `_beam_search`): a hypothesis scores log-probability /
     length ** length_penalty, its stop token included, and a candidate that ends is kept only if it is among the best
     `width` of its step. No token of `stops` is taken before `min_tokens`; `num_top` alternatives are kept per token.
-    Raises what `expand` raises.
+    A beam that its grammar completes is a hypothesis, without a stop token, in the step that would expand it. Raises
+    what `expand` raises.
     """
     live, hypotheses = [Beam()], list[Beam]()
     for length in range(1, max_tokens + 1):
@@ -228,6 +246,7 @@ async def beam_search(
         ]
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         best = candidates[: params.width]
+        hypotheses += [replace(beam, finish=FinishReason.STOP) for beam, top in zip(live, tops, strict=True) if not top]
         hypotheses += [beam.extended(c, top, FinishReason.STOP) for _, beam, c, top in best if c.token in ends]
         if length == max_tokens:
             longest = [candidate for candidate in best if candidate[2].token not in ends]

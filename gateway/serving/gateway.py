@@ -400,7 +400,10 @@ class Gateway:
         sampling = spec.sampling
         if spec.given is not None and spec.beam_search is None:
             sampling = model.defaults.fill(sampling, spec.given)
-        effective = replace(spec, model=model.name, priority=priority, cache_salt=salt, sampling=sampling)
+        kept = caller.effective_cache_priority(spec.cache_priority)
+        effective = replace(
+            spec, model=model.name, priority=priority, cache_priority=kept, cache_salt=salt, sampling=sampling
+        )
         deadline, timeline, affinity = context.deadline, context.timeline, context.affinity
         choices: list[Choice] = []
         for number, ids in enumerate(prompts):

@@ -45,7 +45,7 @@ class BeamSearchParams:
 
     def score(self, logprob: float, length: int) -> float:
         """Returns the score by which hypotheses are ranked."""
-        return logprob / math.pow(length, self.length_penalty)
+        return logprob / math.pow(max(1, length), self.length_penalty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,8 @@ class GenerationSpec:
     logprobs: int | None = None  #: Alternatives to report per token; 0 reports the token alone, None nothing.
     cache_salt: str = ""
     priority: int = 0
+    cache_priority: int = 0  #: As in ValidRequest.
+    cache_ttl_s: int = 0
     n: int = 1
     best_of: int | None = None  #: Sequences to generate per prompt, of which the best `n` are answered.
     stream: bool = False
@@ -158,7 +160,7 @@ def to_valid_request(
     ends = () if spec.ignore_eos else (i for i in eos_ids if i < limits.vocab_size)  # a tokenizer may have more tokens
     stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
     if spec.beam_search is not None:
-        check_beam_search(spec.beam_search, spec.grammar, stops)
+        check_beam_search(spec.beam_search, stops)
     sampling = replace(
         sampling,
         seed=secrets.randbits(63) if spec.seed is None else spec.seed % 2**64,
@@ -171,7 +173,17 @@ def to_valid_request(
     )
     assert not isinstance(spec.grammar, GrammarSource), "a grammar is proven before its request is made"
     salt, priority = spec.cache_salt, spec.priority
-    return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, salt, priority, spec.grammar)
+    return ValidRequest(
+        request_id,
+        spec.model,
+        tuple(prompt_ids),
+        sampling,
+        salt,
+        priority,
+        spec.grammar,
+        cache_priority=spec.cache_priority,
+        cache_ttl_s=spec.cache_ttl_s,
+    )
 
 
 def check_prompt_scores(spec: GenerationSpec, prompt_tokens: int) -> None:
@@ -205,10 +217,8 @@ def _require_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
         raise InvalidRequest(text, field=name)
 
 
-def check_beam_search(beams: BeamSearchParams, grammar: GrammarSource | Grammar | None, stops: Sequence[int]) -> None:
-    """Raises InvalidRequest for a grammar or too many stop tokens. `stops` includes the model's own."""
-    if grammar is not None:
-        raise InvalidRequest(f"use_beam_search cannot be combined with {grammar.field}", field="use_beam_search")
+def check_beam_search(beams: BeamSearchParams, stops: Sequence[int]) -> None:
+    """Raises InvalidRequest for too many stop tokens. `stops` includes the model's own."""
     if beams.width + len(stops) > MAX_ALTERNATIVES:
         text = f"{beams.width} beams and {len(stops)} stop tokens are more than {MAX_ALTERNATIVES} together"
         raise InvalidRequest(f"with use_beam_search, {text}", field="stop_token_ids")

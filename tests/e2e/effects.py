@@ -328,6 +328,8 @@ CHATS: tuple[Effect, ...] = (
 ELSEWHERE = frozenset(
     {
         "priority",
+        "cache_priority",
+        "cache_ttl_s",
         "length_penalty",
         "early_stopping",
         "chat_template_kwargs",

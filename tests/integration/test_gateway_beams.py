@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 def script(request: ValidRequest) -> list[int]:
     """Tokens depend on the prompt; in some places the second likeliest token ends the answer."""
     return [EOS - 1 if sum(request.prompt_ids) % 4 == 0 else 66 + sum(request.prompt_ids) % 26]
+
+
+def resumed_script(request: ValidRequest) -> list[int]:
+    """As `script`, after the output with which a request resumes."""
+    return [66] * len(request.output_ids) + script(replace(request, prompt_ids=request.context_ids))
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +169,6 @@ async def test_a_key_is_charged_for_every_token_that_was_generated(
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"frequency_penalty": 1}, "frequency_penalty"),
-        ({"structured_outputs": {"regex": "a"}}, "use_beam_search"),
         ({"stop_token_ids": list(range(20))}, "stop_token_ids"),
         ({"length_penalty": 11}, "length_penalty"),
         ({"early_stopping": "maybe"}, "early_stopping"),
@@ -179,9 +184,26 @@ async def test_fields_that_a_beam_search_cannot_honour_are_rejected(
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
-async def test_required_tools_are_rejected_and_neutral_values_are_accepted(gw: Rig) -> None:
-    forced = await gw.chat(use_beam_search=True, tools=[TOOL], tool_choice="required")
-    assert (forced.status_code, forced.json()["error"]["param"]) == (400, "use_beam_search")
+async def test_with_a_grammar_a_beam_is_the_output_after_which_a_request_resumes(gw: Rig, cluster: FakeCluster) -> None:
+    cluster.script = resumed_script
+    fields = {"structured_outputs": {"regex": "[a-z]*"}, "min_tokens": 2}
+    answer = await gw.complete(prompt=[70, 71], use_beam_search=True, n=WIDTH, max_tokens=4, **fields)
+    assert answer.status_code == 200, answer.text
+    asked = cluster.prefills[0].seen.prefilled
+    assert {request.prompt_ids for request in asked} == {(70, 71)}
+    assert {request.grammar is None for request in asked} == {False}
+    for request in asked:
+        length, sampling = len(request.output_ids), request.sampling
+        assert (sampling.max_tokens, sampling.min_tokens) == (length + 1, min(2, length + 1))
+        assert (sampling.allowed_logprobs, sampling.stop_token_ids) == (True, (EOS,))
+    assert [len(request.output_ids) for request in asked].count(1) == WIDTH
+    assert answer.json()["usage"]["prompt_tokens"] == 2
+
+
+async def test_required_tools_and_neutral_values_are_accepted(gw: Rig, cluster: FakeCluster) -> None:
+    cluster.script = resumed_script
+    forced = await gw.chat(use_beam_search=True, tools=[TOOL], tool_choice="required", max_tokens=2)
+    assert forced.status_code == 200, forced.text
     inert = {"stop": [], "stream": False, "echo": False, "repetition_penalty": 1, "logit_bias": {}, "bad_words": []}
     assert (await gw.complete(use_beam_search=True, max_tokens=2, **inert)).status_code == 200
 

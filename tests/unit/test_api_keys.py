@@ -139,6 +139,9 @@ def test_priority_and_salt_of_a_key_bind_its_requests() -> None:
     low = Caller(tenant="a", key_id="1", priority=-2)
     assert [low.effective_priority(p) for p in (0, 5, -7)] == [-2, -2, -7]
     assert Caller().effective_priority(7) == 7
+    high = Caller(tenant="a", key_id="1", cache_priority=1)
+    assert [high.effective_cache_priority(p) for p in (0, 1, 2, -1)] == [1, 1, 1, -1]
+    assert Caller().effective_cache_priority(2) == 2
     salts = {
         Caller(tenant="a", key_id="1", isolated=True).effective_salt(""),
         Caller(tenant="a", key_id="1", isolated=True).effective_salt("x"),

@@ -73,7 +73,7 @@ ROOMS = {
     "loadtest": ["slo workload recipes", "config run", "client", "runner report", "__main__"],
     "cli": [
         "client exits gpus other_flags probes settings_page",
-        "options",
+        "options fit",
         "demo",
         "stack batch chat",
         "doctor",
@@ -87,6 +87,7 @@ ROOMS = {
         "kernels",
         "attention",
         "models adapters",
+        "model_size card_rates",
         "parallel",
         "sampling",
         "schedule",

@@ -54,6 +54,7 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES = 1024  #: Sequences of all prompts of a body together.
 MAX_ALLOWED_IDS = 1 << 20  #: Ids of allowed_token_ids, which go to the pods with each prompt, times the prompts.
 MAX_BEAM_WIDTH = 10
+MAX_CACHE_TTL_S = 7 * 86_400
 MAX_SEED = 9_223_372_036_854_776_000  #: OpenAI's bound, 2**63 as JavaScript writes it; -2**63 is read as a double.
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(k, 0))]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -96,6 +97,15 @@ class Sampling(ModelRequest):
     stop_token_ids: TokenIds = param("Tokens that end the answer, beside the model's own.", (), max_length=256)
     ignore_eos: bool = param("Goes on past the model's end-of-sequence token.", False)
     priority: int = param("Higher runs earlier.", 0, ge=-INT32_MAX, le=INT32_MAX)
+    cache_priority: int = param(
+        "How long the KV of the context stays cached, compared with others: -1 low, 0 normal, 1 high, 2 pinned.",
+        0,
+        ge=-1,
+        le=2,
+    )
+    cache_ttl_s: int = param(
+        "Seconds after the last use for which cache_priority holds; 0: until eviction.", 0, ge=0, le=MAX_CACHE_TTL_S
+    )
     stream: bool = param("Server-sent events instead of one answer.", False)
 
 
@@ -333,6 +343,8 @@ def generation_spec(r: Sampling, *, max_tokens: int | None, logprobs: int | None
         logprobs=logprobs,
         cache_salt=r.cache_salt,
         priority=r.priority,
+        cache_priority=r.cache_priority,
+        cache_ttl_s=r.cache_ttl_s,
         stream=r.stream,
         **more,
     )

@@ -1,0 +1,205 @@
+"""The order of eviction: leaves first whatever the policy, lower retentions first, and plain LRU as before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.types import SamplingParams, ValidRequest
+from engine.kv.blocks import BlockPool
+from engine.kv.eviction import LeafOrder, Priority, Retention
+from engine.kv.prefix_cache import PrefixCache
+
+SIZE = 4  # Tokens of a block
+POLICIES: list[str] = ["lru", "gdsf", "s3fifo"]
+
+
+def chain(*names: int) -> list[bytes]:
+    """Block hashes of a prompt: equal beginnings have equal hashes."""
+    return [repr(names[: i + 1]).encode() for i in range(len(names))]
+
+
+def serve(pool: BlockPool, hashes: list[bytes], retention: Retention | None = None) -> int:
+    """Computes one prompt, and returns its matched blocks."""
+    lease = pool.lease(hashes, len(hashes), retention=retention)
+    assert lease is not None
+    matched = lease.cached_blocks
+    lease.publish(hashes)
+    lease.finish("done")
+    return matched
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
+RETENTIONS = st.one_of(
+    st.none(), st.builds(Retention, st.sampled_from(Priority), st.one_of(st.none(), st.floats(0.5, 5.0)))
+)
+
+
+@given(
+    policy=st.sampled_from(POLICIES),
+    num_blocks=st.integers(5, 12),
+    max_pinned=st.integers(0, 4),
+    served=st.lists(st.tuples(PROMPTS, RETENTIONS), max_size=40),
+    host=st.booleans(),
+)
+def test_the_pool_stays_consistent_and_prefix_closed(
+    policy: str, num_blocks: int, max_pinned: int, served: list[tuple[tuple[int, ...], Retention | None]], host: bool
+) -> None:
+    evicted: list[bytes] = []
+    pool = BlockPool(num_blocks, SIZE, policy=policy, max_pinned=max_pinned, on_evicted=evicted.extend)
+    held = None
+    for number, (names, retention) in enumerate(served):
+        hashes = chain(*names)
+        if host and number % 7 == 3 and held is None and num_blocks > 10:
+            held = pool.lease(hashes[:1], 1, retention=retention)  # A user in the middle of the order
+        matched = serve(pool, hashes, retention)
+        assert matched <= len(hashes)
+        pool.check_integrity()
+        cached = set(pool.cached_hashes())
+        assert set(hashes) <= cached
+        order = pool._cache.evictable
+        if isinstance(order, LeafOrder):
+            assert order._pinned <= max_pinned
+    if held is not None:
+        held.finish("done")
+    # Everything can be evicted, children first.
+    before = len(evicted)
+    parents = {block_hash: pool._cache.parent_hash(block) for block_hash, block in pool._cache.block_by_hash.items()}
+    pool.reset_prefix_cache()
+    gone = evicted[before:]
+    assert len(gone) == len(parents)
+    for index, block_hash in enumerate(gone):
+        assert parents[block_hash] not in gone[:index]
+    pool.check_integrity()
+
+
+@given(st.lists(PROMPTS, max_size=30), st.integers(5, 10))
+def test_plain_lru_evicts_as_a_dict_does(served: list[tuple[int, ...]], num_blocks: int) -> None:
+    seen: list[list[bytes]] = []
+    for ordered in (False, True):
+        evicted: list[bytes] = []
+        pool = BlockPool(num_blocks, SIZE, on_evicted=evicted.extend)
+        if ordered:
+            pool._cache.evictable = LeafOrder("lru", num_blocks, 0)
+        for names in served:
+            serve(pool, chain(*names))
+        assert isinstance(pool._cache.evictable, LeafOrder if ordered else OrderedDict)
+        pool.reset_prefix_cache()
+        seen.append(evicted)
+    assert seen[0] == seen[1]
+
+
+@given(st.lists(PROMPTS, min_size=1, max_size=20), st.integers(5, 10))
+def test_the_first_retention_keeps_the_order_of_the_others(served: list[tuple[int, ...]], num_blocks: int) -> None:
+    seen: list[list[bytes]] = []
+    for retained in (False, True):
+        evicted: list[bytes] = []
+        pool = BlockPool(num_blocks, SIZE, on_evicted=evicted.extend)
+        for names in served:
+            serve(pool, chain(*names))
+        serve(pool, chain(9), Retention(Priority.HIGH) if retained else None)
+        before = len(evicted)
+        pool.reset_prefix_cache()
+        seen.append([block_hash for block_hash in evicted[before:] if block_hash != chain(9)[0]])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("priority", [Priority.HIGH, Priority.PINNED])
+def test_a_retained_prompt_survives_a_crawl(priority: Priority) -> None:
+    pool = BlockPool(8, SIZE, max_pinned=4)
+    system = chain(1, 2, 3)
+    serve(pool, system, Retention(priority))
+    for page in range(100, 150):
+        serve(pool, chain(page, page, page))
+    assert pool.match_prefix(system) == 3
+    pool.check_integrity()
+
+
+def test_without_a_retention_a_crawl_empties_the_cache() -> None:
+    pool = BlockPool(8, SIZE)
+    serve(pool, chain(1, 2, 3))
+    for page in range(100, 150):
+        serve(pool, chain(page, page, page))
+    assert pool.match_prefix(chain(1, 2, 3)) == 0
+
+
+def test_low_goes_before_normal() -> None:
+    pool = BlockPool(6, SIZE)
+    serve(pool, chain(1, 2))
+    serve(pool, chain(3, 4), Retention(Priority.LOW))
+    serve(pool, chain(5, 6, 7))
+    assert (pool.match_prefix(chain(1, 2)), pool.match_prefix(chain(3, 4))) == (2, 1)
+
+
+def test_a_normal_request_raises_a_low_block() -> None:
+    pool = BlockPool(6, SIZE)
+    serve(pool, chain(1, 2), Retention(Priority.LOW))
+    serve(pool, chain(1, 2))
+    serve(pool, chain(3, 4))
+    serve(pool, chain(5, 6, 7))
+    assert pool.match_prefix(chain(3, 4)) == 2
+    assert pool.match_prefix(chain(1, 2)) == 1
+
+
+def test_a_time_to_live_ends_and_begins_again_with_each_use() -> None:
+    clock, cache = Clock(), PrefixCache(8)
+    cache.evictable = order = LeafOrder("lru", 8, 8, clock)
+    for block in range(3):
+        cache.register(block, bytes([block]), -1)
+    cache.retain([0], Retention(Priority.HIGH, ttl_s=10))
+    cache.retain([1, 2], None)
+    cache.mark_idle([0, 1, 2], None)
+    clock.now = 8
+    cache.retain([0], None)  # A use
+    clock.now = 15
+    assert cache.evict()[0] == 1
+    clock.now = 19
+    assert cache.evict()[0] == 0  # Over since 18, and older than block 2
+    assert not order.inconsistencies()
+
+
+def test_pins_are_bounded_and_never_refuse_a_request() -> None:
+    pool = BlockPool(6, SIZE, max_pinned=2)
+    serve(pool, chain(1, 2, 3), Retention(Priority.PINNED))
+    serve(pool, chain(5, 6, 7), Retention(Priority.HIGH))
+    serve(pool, chain(8, 9))
+    assert pool.match_prefix(chain(1, 2, 3)) == 2  # The third block is not pinned, only high, and older
+    serve(pool, chain(10, 11, 12, 13, 14, 15))
+    assert pool.match_prefix(chain(10, 11, 12, 13, 14, 15)) == 6
+
+
+@pytest.mark.parametrize("policy", ["gdsf", "s3fifo"])
+def test_a_frequency_aware_policy_keeps_what_is_used_again(policy: str) -> None:
+    pool = BlockPool(10, SIZE, policy=policy)
+    for _ in range(4):
+        serve(pool, chain(1, 2, 3))
+    for page in range(100, 108):
+        serve(pool, chain(page, page))
+    assert pool.match_prefix(chain(1, 2, 3)) == 3
+
+
+def test_without_a_prefix_cache_nothing_is_found_again() -> None:
+    stored: list[bytes] = []
+    pool = BlockPool(8, SIZE, keeps_prefixes=False, on_stored=stored.extend)
+    assert [serve(pool, chain(1, 2, 3)) for _ in range(2)] == [0, 0]
+    assert (stored, pool.counts().free) == ([], 8)
+    pool.check_integrity()
+
+
+def test_what_a_request_asks_for() -> None:
+    request = ValidRequest("r", "m", (1,), SamplingParams())
+    assert Retention.of(request) is None
+    assert Retention.of(replace(request, cache_priority=-1)) == Retention(Priority.LOW)
+    assert Retention.of(replace(request, cache_priority=2, cache_ttl_s=60)) == Retention(Priority.PINNED, 60.0)
