@@ -35,8 +35,9 @@ import uvloop
 from benchmarks.support import report
 from common.settings.configs import DEFAULT_SECRET
 from common.types import Role
-from fleet.roles import RoleSwitch, operator_signer, pod_at, switch_role
+from fleet.roles import PodAddress, RoleSwitch, operator_signer, switch_role
 from loadtest.slo import percentile
+from pod.runtime import PodRuntime
 from tests.rigs.chaos.catalogue import MAX_LEN, MODEL, Case, catalogue, write_model
 from tests.rigs.chaos.client import ChaosClients, Gateway, Verdict
 from tests.rigs.gateway.gateway_rig import Rig, rig
@@ -69,14 +70,14 @@ class Switches:
                 other = self._rng.choice([role for role in (Role.PREFILL, Role.DECODE, Role.BOTH) if role is not first])
                 for role in (other, first):
                     await asyncio.sleep(self._rng.uniform(*PAUSE_S))
-                    await self._switch(pod.address, role)
+                    await self._switch(pod, role)
         finally:
             self.over = True
 
-    async def _switch(self, address: str, role: Role) -> None:
-        pod = await pod_at(address, None)
+    async def _switch(self, runtime: PodRuntime, role: Role) -> None:
+        pod = PodAddress(runtime.name, runtime.address, runtime.role.current, runtime.engine.layout.scope)
         self.done.append(await switch_role(pod, role, self._signer, drain_s=DRAIN_S))
-        answered, seen = time.monotonic(), self._gw.gateway.pod_table.pods[address]
+        answered, seen = time.monotonic(), self._gw.gateway.pod_table.pods[pod.address]
         await until(lambda: seen.state == "ready" and seen.info is not None and seen.info.role is role)
         self.noticed_s.append(time.monotonic() - answered)
 
