@@ -17,6 +17,7 @@ from cli.commands.keys import keys
 from cli.commands.loadtest import loadtest
 from cli.commands.models import models
 from cli.commands.plan import plan
+from cli.commands.planner import planner
 from cli.commands.pull import pull
 from cli.commands.role import role
 from cli.commands.services import gateway, serve, up, worker
@@ -62,7 +63,7 @@ def baton(
 
 COMMANDS = (
     *(up, chat, bench, pull, models, serve, worker, gateway),
-    *(role, certs, batch, doctor, probe, plan, loadtest, version),
+    *(role, planner, certs, batch, doctor, probe, plan, loadtest, version),
 )
 for command in COMMANDS:
     app.command(cls=SectionedCommand)(command)

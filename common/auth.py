@@ -37,7 +37,7 @@ from common.types import KvTarget, Role
 SIGNATURE_KEY = "baton-call-bin"
 MAX_SKEW_S = 30.0
 GATEWAY = "gateway"  #: Role of a gateway in signatures and certificates. A pod has the name of its Role at the start.
-OPERATOR = "operator"  #: Role of `baton role`, which changes pods.
+OPERATOR = "operator"  #: Role of `baton role` and `baton planner`, which change pods.
 
 _PODS, _GATEWAYS = frozenset(role.value for role in Role), frozenset((GATEWAY,))
 #: Roles that may call a method. A method that is neither in this table nor open is refused.

@@ -22,7 +22,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ import httpx
 import uvloop
 
 from benchmarks.support import report
+from common.errors import Unavailable
 from common.settings.configs import DEFAULT_SECRET
 from common.types import Role
 from fleet.roles import PodAddress, RoleSwitch, operator_signer, switch_role
@@ -47,6 +48,7 @@ from tests.rigs.waiting import until
 SWITCHES = 20  #: Default number of changes of a role.
 CLIENTS = 12  #: Each has one request at a time.
 DRAIN_S = 10.0
+TRIES = 5
 PAUSE_S = (0.2, 0.8)  #: Between two changes.
 PODS = {"served_name": MODEL, "load_format": "dummy", "max_model_len": MAX_LEN, "chunk_tokens": 64, "num_blocks": 1024}
 
@@ -76,10 +78,20 @@ class Switches:
 
     async def _switch(self, runtime: PodRuntime, role: Role) -> None:
         pod = PodAddress(runtime.name, runtime.address, runtime.role.current, runtime.engine.layout.scope)
-        self.done.append(await switch_role(pod, role, self._signer, drain_s=DRAIN_S))
+        self.done.append(await _patiently(lambda: switch_role(pod, role, self._signer, drain_s=DRAIN_S)))
         answered, seen = time.monotonic(), self._gw.gateway.pod_table.pods[pod.address]
         await until(lambda: seen.state == "ready" and seen.info is not None and seen.info.role is role)
         self.noticed_s.append(time.monotonic() - answered)
+
+
+async def _patiently(switch: Callable[[], Awaitable[RoleSwitch]]) -> RoleSwitch:
+    """Makes the call again if no connection could be made: all processes of the benchmark share one event loop."""
+    for _ in range(TRIES - 1):
+        try:
+            return await switch()
+        except Unavailable as error:
+            print(f"asked again: {error.message}")
+    return await switch()
 
 
 async def run(directory: Path, number: int, seed: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ ROOMS = {
     "prefix_index": [
         "store",
         "lookup_cache pipelined_connection",
-        "publisher reader",
+        "demand publisher reader",
     ],
     "kv_transfer": [
         "memory",
@@ -71,7 +71,7 @@ ROOMS = {
         "rank worker",
         "runtime",
     ],
-    "fleet": ["forecast", "decision", "roles"],
+    "fleet": ["forecast", "decision", "demand roles scale", "planner"],
     "loadtest": ["slo workload recipes", "config run", "client", "runner report", "__main__"],
     "cli": [
         "client exits gpus other_flags probes settings_page",
