@@ -72,7 +72,7 @@ class FleetLimits:
     max_pods: int = 32
     target: float = 1.0  # Share of its capacity that a pod should work at
     margin: float = 0.03  # A pod is removed only if the rest would work at `target` with so much more load, and ...
-    doubt: float = 2.0  # ... with so many standard deviations of the measured rate
+    doubt: float = 3.0  # ... with so many standard deviations of the measured rate
     start_s: float = 30.0  # Time from the decision to add a pod until it serves
     calm_s: float = 40.0  # A pod is removed only if it was not needed for so long
     cooldown_s: float = 10.0  # Between two removals or role switches
@@ -102,10 +102,11 @@ class FleetAction:
 
 @dataclass(frozen=True, slots=True)
 class RoleNeed:
-    """Pods of one role that the load needs: as a fraction, and with the margin for a removal."""
+    """Pods of one role that the load needs, as fractions."""
 
     exact: float
-    generous: float
+    sure: float  # Less what chance may have added to the measured rate: what a pod is added for
+    generous: float  # With the margin: what a pod is not removed for
 
 
 @dataclass(slots=True)
@@ -215,7 +216,9 @@ class FleetDecider:
         """Returns the need of pods that are busy all the time with the load, and with the backlog."""
         limits = self.limits
         more = 1 + limits.margin + limits.doubt * self.forecast.noise
-        return RoleNeed((busy + backlog) / limits.target, (busy * more + backlog) / limits.target)
+        less = max(0.0, 1 - self.forecast.noise)
+        needs = (busy + backlog, busy * less + backlog, busy * more + backlog)
+        return RoleNeed(*(need / limits.target for need in needs))
 
     def _decode_need(self, reading: FleetReading) -> RoleNeed:
         limits, pods, means = self.limits, _of(reading, Role.DECODE), self._means
@@ -249,7 +252,7 @@ class FleetDecider:
         spare: dict[Role, int] = {}
         for role, past in self._past.items():
             low, high = self._bounds(role)
-            want[role] = min(high, max(low, math.ceil(self.needs[role].exact - 1e-9)))
+            want[role] = min(high, max(low, math.ceil(self.needs[role].sure - 1e-9)))
             past.append((now, min(high, max(low, math.ceil(self.needs[role].generous - 1e-9)))))
             while past and past[0][0] < now - limits.calm_s:
                 past.popleft()
