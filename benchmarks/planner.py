@@ -10,7 +10,7 @@ objective of TTFT 3 s and ITL 50 ms. A pod is one H100 with an 8B model and take
 - clairvoyant: the cheapest of the schedules that follow the true rate, each with another headroom, which keeps the
   objective for ATTAINMENT of the requests. fixed: the smallest fleet that keeps it for as many requests as the planner.
 - constant: 12 requests/s. step: 4 requests/s, then 16; the share of requests in time from 60 s after the step.
-- oscillations: changes of direction of a role's number of pods, with the constant load.
+- oscillations: times that a role's number of pods grew after it had fallen, with the constant load.
 """
 
 from __future__ import annotations

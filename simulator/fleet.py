@@ -75,7 +75,7 @@ class FleetRun:
 
     slo_share: float  # Share of the requests within the objective, refused ones included
     gpu_hours: float
-    oscillations: int  # Changes of direction of the number of pods of a role, beyond those of the load
+    oscillations: int  # Times that the number of pods of a role grew after it had fallen
     switches: int
     max_pods: int
     outcomes: tuple[RequestOutcome, ...]
@@ -231,9 +231,9 @@ class SimulatedFleet(SimulatedCluster):
 
 
 def _reversals(counts: Sequence[float]) -> int:
-    """Returns how often the number changed its direction."""
+    """Returns how often the number grew after it had fallen."""
     steps = [b - a for a, b in pairwise(counts) if a != b]
-    return sum((a > 0) != (b > 0) for a, b in pairwise(steps))
+    return sum(a < 0 < b for a, b in pairwise(steps))
 
 
 def share_within(run: FleetRun, slo: Slo, start_s: float, end_s: float) -> float:
