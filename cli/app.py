@@ -17,7 +17,9 @@ from cli.commands.keys import keys
 from cli.commands.loadtest import loadtest
 from cli.commands.models import models
 from cli.commands.plan import plan
+from cli.commands.planner import planner
 from cli.commands.pull import pull
+from cli.commands.role import role
 from cli.commands.services import gateway, serve, up, worker
 from cli.options import SectionedCommand
 from common.errors import BatonError, ConfigError
@@ -61,7 +63,7 @@ def baton(
 
 COMMANDS = (
     *(up, chat, bench, pull, models, serve, worker, gateway),
-    *(certs, batch, doctor, probe, loadtest, version),
+    *(role, planner, certs, batch, doctor, probe, loadtest, version),
 )
 for command in COMMANDS:
     app.command(cls=SectionedCommand)(command)

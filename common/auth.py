@@ -36,7 +36,8 @@ from common.types import KvTarget, Role
 
 SIGNATURE_KEY = "baton-call-bin"
 MAX_SKEW_S = 30.0
-GATEWAY = "gateway"  #: Role of a gateway in signatures and certificates. A pod has the name of its Role.
+GATEWAY = "gateway"  #: Role of a gateway in signatures and certificates. A pod has the name of its Role at the start.
+OPERATOR = "operator"  #: Role of `baton role` and `baton planner`, which change pods.
 
 _PODS, _GATEWAYS = frozenset(role.value for role in Role), frozenset((GATEWAY,))
 #: Roles that may call a method. A method that is neither in this table nor open is refused.
@@ -49,6 +50,7 @@ ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
     "/baton.v1.Decode/Tokens": _GATEWAYS,
     "/baton.v1.Embedding/Embed": _GATEWAYS,
     "/baton.v1.Control/ResetPrefixCache": _GATEWAYS,
+    "/baton.v1.Control/SwitchRole": frozenset((OPERATOR,)),
     "/baton.v1.Transfer/Handshake": _PODS,
     "/baton.v1.Transfer/Probe": _PODS,
     "/baton.v1.Transfer/Open": _PODS,

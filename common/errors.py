@@ -104,6 +104,10 @@ class Unavailable(BatonError, grpc="UNAVAILABLE", http=503, retryable=True):
     """A pod or peer is unreachable, starting or draining; another one, or the same one later, can serve the request."""
 
 
+class RoleChanged(Unavailable):
+    """The pod changes its role, or has changed it. The request goes on elsewhere, and the attempt does not count."""
+
+
 class DeadlineExceeded(BatonError, grpc="DEADLINE_EXCEEDED", http=504):
     """The request's own deadline passed."""
 

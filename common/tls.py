@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from common.errors import ConfigError
 
 SERVER_NAME = "baton"  #: DNS name of every service's certificate, so that addresses need no names.
-ROLES = ("gateway", "prefill", "decode", "both", "worker")  #: Roles in the URI names of certificates.
+ROLES = ("gateway", "prefill", "decode", "both", "worker", "operator")  #: Roles in the URI names of certificates.
 CA_FILE, CERT_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 CHECK_S = 1.0  #: Pause between two looks at the files.
 WARN_S = 7 * 86400.0  #: A certificate that expires within this time is logged.

@@ -148,7 +148,6 @@ class Admission:
     def __init__(self, pod: PodRuntime) -> None:
         config = pod.config
         self._pod = pod
-        self._always_local = config.role is Role.BOTH
         self._local = LocalPrefillPolicy(config.local_prefill)
         max_seqs = pod.engine.scheduler.config.max_seqs
         self._max_sequences = max_seqs + max(1, max_seqs // 2)
@@ -170,7 +169,7 @@ class Admission:
         hashes = self._pod.prompt_hashes(request)
         # With prompt_logprobs every prompt token is computed, and none is taken from the cache.
         scored = request.sampling.prompt_logprobs is not None
-        if self._always_local and not remote_only:
+        if self._pod.role.current is Role.BOTH and not remote_only:
             cached = 0 if scored else pool.match_prefix(hashes) * block_size
             return Admitted(None, cached, PrefillDecision(True, PrefillReason.AGGREGATED))
         if scheduler.waits_for_blocks:

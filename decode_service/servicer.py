@@ -20,9 +20,8 @@ from common.auth import current_caller
 from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from common.pb import decode_pb2, decode_pb2_grpc
 from common.rpc import remaining_s
-from common.settings.configs import PodConfig
 from common.tracing.tracer import Attributes, TraceContext, Tracer
-from common.types import RemotePrefillCost
+from common.types import RemotePrefillCost, Role
 from common.wire import kv_target_to_pb, request_from_pb
 from decode_service.admission import Admission, Admitted, Rejected
 from decode_service.hand_off import DecodeHandOff
@@ -41,6 +40,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """Serves Decode on one pod. Every method but on_step runs on the event loop."""
 
     full_name = "baton.v1.Decode"
+    roles = frozenset((Role.DECODE, Role.BOTH))
 
     def __init__(
         self, pod: PodRuntime, *, window: int = MAX_UNACKED_BATCHES, pause_limit_s: float = PAUSE_LIMIT_S
@@ -50,7 +50,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._pause_limit_s = pause_limit_s  # A gateway that is paused for this many seconds loses its sequences
         self._aio = asyncio.get_running_loop()
         self.requests: RequestRegistry[DecodeHandOff] = pod.requests
-        self.requests.on_drained = self._on_drained
         self._admission = Admission(pod)
         self._streams: dict[str, TokenStream] = {}
         self._residency_s = 1.0  # Moving average of the seconds that a request stays on this pod
@@ -67,7 +66,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         deadline_s = remaining_s(context, DEFAULT_DEADLINE_S)
         valid = request_from_pb(request.request)
         grammar = await pod.compile_grammar(valid)
-        pod.require_ready()
+        pod.require_ready(*self.roles)
         pod.limits.check(valid, generates=True)
         _require_own_id(request.gateway_id)
         stream = self._streams.get(request.gateway_id)
@@ -80,7 +79,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
 
         def decide() -> Admitted | Rejected:
-            pod.require_ready()
+            pod.require_ready(*self.roles)
             if stream.closed:
                 raise Unavailable(f"the token stream of gateway {request.gateway_id!r} has ended")
             if valid.request_id in self.requests:
@@ -137,6 +136,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if hello is None or not hello.gateway_id:
             raise InvalidRequest("the first message must have a gateway_id", field="gateway_id")
         _require_own_id(hello.gateway_id)
+        self._pod.role.require(*self.roles)
         stream = self._open(hello.gateway_id)
         reader = self._aio.create_task(self._read_acks(stream, request_iterator))
         try:
@@ -194,7 +194,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         retry_s = min(RETRY_MAX_S, max(RETRY_MIN_S, self._residency_s / max(1, len(self.requests))))
         return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason=reason, retry_after_s=retry_s))
 
-    def _on_drained(self, hand_off: DecodeHandOff) -> None:
+    def on_drained(self, hand_off: DecodeHandOff) -> None:
         self._residency_s += 0.1 * (time.monotonic() - hand_off.arrived_at - self._residency_s)
         if hand_off.caller_span is not None and self._pod.tracer is not None:
             record_spans(self._pod.tracer, hand_off.caller_span, hand_off)
@@ -223,8 +223,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if outputs:
             self._aio.call_soon_threadsafe(self._on_outputs, outputs)
 
+    def move_away(self, error: BatonError) -> int:
+        """Ends every request with `error`: the gateways continue the answers on other pods."""
+        moved = len(self.requests)
+        self.requests.fail_all(error)
+        return moved
+
     def abort_all(self, error: BatonError) -> None:
-        """Ends every request with `error`, and every stream, because the pod stops."""
+        """Ends every request with `error`, and every stream, because the pod stops or has another role now."""
         self.requests.fail_all(error)
         for stream in list(self._streams.values()):
             self._aio.call_soon_threadsafe(stream.close)  # queued behind the errors above
@@ -260,9 +266,3 @@ def record_spans(tracer: Tracer, parent: TraceContext, hand_off: DecodeHandOff) 
             "baton.finish": finishes or None,
         }
         tracer.record_span("decode.run", parent.new_child(), parent, running, now, counted)
-
-
-async def serve(config: PodConfig) -> None:
-    """Runs a decode or aggregated pod until SIGTERM and its drain. Raises ConfigError; SystemExit as PodRuntime.run."""
-    pod = await PodRuntime.create(config)
-    await pod.run(DecodeServicer(pod))

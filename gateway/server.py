@@ -17,6 +17,7 @@ import gc
 import json
 import logging
 import resource
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,8 @@ from gateway.dashboard.history import MetricsHistory
 from gateway.pods.endpoint_slices import EndpointSliceWatcher, KubernetesApi
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor
+from gateway.telemetry.demand import DemandSampler
+from prefix_index.demand import DemandPublisher
 from prefix_index.reader import IndexReader
 
 STOP_S = 15.0  #: Longest time of `GatewayServer.stop`.
@@ -148,6 +151,11 @@ class GatewayServer:
         if config.tls_cert is not None and config.tls_key is not None:
             self._tls = TlsFiles(Path(config.tls_cert), Path(config.tls_key), setting="tls_cert")
             gateway.metrics.base.certificates["clients"] = self._tls.expires_at
+        self._demand: DemandPublisher | None = None
+        if config.redis is not None:
+            models = list(gateway.models)
+            sampler = DemandSampler(gateway.metrics, len(models), lambda: sum(m.gate.waiting for m in models))
+            self._demand = DemandPublisher(config.redis, secrets.token_hex(8), sampler.record)
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
             ttl_s, most = config.response_ttl_s, config.response_memory
@@ -177,6 +185,8 @@ class GatewayServer:
         self.port = sock.getsockname()[1]
         await self.gateway.start()
         await self.metrics_history.start()
+        if self._demand is not None:
+            await self._demand.start()
         for model in self.gateway.models:
             model.pod_table.on_change(self._on_change)
         if self._endpoints is not None:
@@ -271,6 +281,8 @@ class GatewayServer:
             await self._http_task
         if self._responses is not None:
             await self._responses.close()
+        if self._demand is not None:
+            await self._demand.stop()
         await self.metrics_history.stop()
         await self.gateway.stop()
         if self.gateway.tracer is not None:

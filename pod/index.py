@@ -84,30 +84,35 @@ class PeerDiscovery:
     #: Makes and proves the connection to (address, pod, generation). It is cheap for a pod that is connected.
     connect: Callable[[str, str, int], Awaitable[object]]
 
+    @classmethod
+    def of(cls, redis: str, scope: str, connect: Callable[[str, str, int], Awaitable[object]]) -> PeerDiscovery:
+        """Returns the discovery of a pod with the prefix index at `redis`."""
+        return cls(IndexReader(redis, books=False), scope, connect)
+
     def __post_init__(self) -> None:
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}  # By pod and generation
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Connects the listed decode pods, for at most FIRST_ROUND_S, then continues in the background.
+    async def start(self, wait_s: float = FIRST_ROUND_S) -> None:
+        """Connects the listed decode pods, for at most wait_s, then continues in the background.
 
         One late answer of the index on a busy machine does not mean that it is empty, so the index is asked again.
         """
-        deadline = time.monotonic() + FIRST_ROUND_S
-        answered = await self._round()
+        deadline = time.monotonic() + wait_s
+        answered = bool(wait_s) and await self._round()
         while not answered and time.monotonic() < deadline:
             await asyncio.sleep(RETRY_S)
             answered = await self._round()
-        if not answered:
+        if wait_s and not answered:
             _log.warning(
                 "the prefix index did not answer within %.0f s: this pod starts without a connection to any decode pod "
                 "and connects once the index answers",
-                FIRST_ROUND_S,
+                wait_s,
             )
         elif self._attempts:
             _, late = await asyncio.wait(self._attempts.values(), timeout=max(0.0, deadline - time.monotonic()))
             if late:
-                _log.warning("%d decode pods could not be connected within %.0f s", len(late), FIRST_ROUND_S)
+                _log.warning("%d decode pods could not be connected within %.0f s", len(late), wait_s)
         self._task = asyncio.get_running_loop().create_task(self._forever())
 
     async def stop(self) -> None:
@@ -120,8 +125,8 @@ class PeerDiscovery:
 
     async def _forever(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
             await self._round()
+            await asyncio.sleep(POLL_S)
 
     async def _round(self) -> bool:
         """Connects to new pods. Returns whether the index answered."""

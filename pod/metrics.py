@@ -13,13 +13,14 @@ from typing import TypeVar
 from common.pb import transfer_pb2
 from common.settings.configs import MAX_DRAFTS
 from common.telemetry import COUNT_BUCKETS, Metrics, MetricSample
-from common.types import PodLoad
+from common.types import PodLoad, Role
 from engine.engine import Engine
 from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.speculation.speculator import SpeculationStats
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
 from pod.gpu import GpuReading
+from pod.role import RoleSwitchReport
 from pod.watch import LOOPS
 
 #: Seconds. KV is pushed during the prefill, so the wait at its end is a few milliseconds.
@@ -41,6 +42,10 @@ class PodMetrics:
         m.add_process_metrics()
         self.stuck_loops = m.add_stuck_loops(LOOPS)
         self.generated_tokens = 0
+        self._pod_info = m.gauge("pod_info", "1; who this pod is.", ["role", "model", "version"])
+        self._role_switches = m.counter("role_switches", "Changes of the pod's role.", ["former", "role"])
+        text = "Seconds from the last request of the former role until the pod was ready in the new one."
+        self._role_ready_seconds = m.histogram("role_ready_seconds", text)
         self._engine = engine
         self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
         self._batch_size = m.histogram("batch_size", "Sequences in one engine step.", buckets=COUNT_BUCKETS)
@@ -81,8 +86,15 @@ class PodMetrics:
 
     def set_pod_info(self, role: str, model: str, version: str) -> None:
         """Sets role, model and version of this pod."""
-        info = self.metrics.gauge("pod_info", "1; who this pod is.", ["role", "model", "version"])
-        info.labels(role, model, version).set(1)
+        self._pod_info.clear()
+        self._pod_info.labels(role, model, version).set(1)
+
+    def observe_role_switch(self, report: RoleSwitchReport, role: Role, model: str, version: str) -> None:
+        """Records a change of the role to `role`."""
+        self.set_pod_info(role.value, model, version)
+        if report.former is not role:
+            self._role_switches.labels(report.former.value, role.value).inc()
+            self._role_ready_seconds.observe(report.ready_s)
 
     # -- metrics that are read at each scrape -------------------------------------------------------------------------
     def _add_work_metrics(self, load: Callable[[], PodLoad]) -> None:

@@ -18,28 +18,26 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from common.auth import CallGuard, Signer
 from common.block_hash import hash_blocks, matchable_blocks
-from common.errors import BatonError, ConfigError, InternalError, InvalidRequest, Overloaded, Unavailable
+from common.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from common.grammar.compiler import CompiledGrammar, GrammarSource
 from common.grammar.prover import GrammarProver, prover_of
-from common.model.directory import default_served_name, resolve_eagle_head, resolve_model
+from common.model.directory import default_served_name
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id, log_phase
 from common.rpc import RpcServer, trace_context_of
-from common.settings.configs import PodConfig, PodEngineSettings
+from common.settings.configs import PodConfig
 from common.settings.kinds import host_port
-from common.settings.table import declared
 from common.telemetry import MetricsServer
 from common.tls import TlsFiles
 from common.tracing.tracer import TraceContext, Tracer
 from common.types import PodLoad, Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, layout_to_pb, load_to_pb, pool_counts_to_pb, role_to_pb
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.blocks import BlockPin
 from engine.loop import EngineLoop
@@ -54,10 +52,10 @@ from pod.metrics import PodMetrics
 from pod.rank import BackendFactory, pod_backend, pool_memory, start_ranks
 from pod.rates import PodRates
 from pod.requests import RequestRegistry
+from pod.role import PodRole, PodService, RoleSwitchReport, engine_config, local_chunk_tokens
 from pod.services import ControlServicer, Embedder
 from pod.watch import PodWatch
 from prefix_index.publisher import IndexPublisher, mint_generation
-from prefix_index.reader import IndexReader
 from prefix_index.store import CacheTier, PodRecord
 
 _log = logging.getLogger(__name__)
@@ -89,6 +87,7 @@ class PodRuntime:
         self.generation = generation
         self.address = ""
         self.requests = RequestRegistry[Any]()  # Those of the role's service that hold blocks or a place in the engine
+        self.role = PodRole(config.role, self.name, self.requests, on_change=self._update_serving)
         self.computed_tokens = {"prefill": 0, "local": 0, "recompute": 0}
         self.limits = PodLimits(
             served_name=self.served_name,
@@ -121,7 +120,6 @@ class PodRuntime:
         if self._gpu is not None:
             add_gpu_metrics(self.metrics.metrics, self._gpu)
         self._server = RpcServer(config.host, config.port, tls=tls, interceptors=(CallGuard(signer),))
-        self._service: PodService | None = None
         self._index: IndexPublisher | None = None
         self._peers: PeerDiscovery | None = None
         self._metrics_server: MetricsServer | None = None
@@ -176,16 +174,19 @@ class PodRuntime:
         return cls(config, engine, cache_events, generation, make_backend, tls)
 
     # -- life ---------------------------------------------------------------------------------------------------------
-    async def start(self, service: PodService) -> None:
-        """Starts serving. Health reports SERVING once the engine ran and the decode pods in the index are connected."""
-        self._service = service
-        self._server.add_servicer(type(service).register, service, service.full_name)
+    async def start(self, *services: PodService) -> None:
+        """Starts serving. Health reports SERVING once the engine ran and the decode pods in the index are connected.
+
+        The pod can take the roles of the services that it gets; the configured role is its first.
+        """
+        self.role.add_services(*services)
         add = self._server.add_servicer
+        for service in services:
+            add(type(service).register, service, service.full_name)
         add(transfer_pb2_grpc.add_TransferServicer_to_server, self.transfer_node.servicer, "baton.v1.Transfer")
-        control = ControlServicer(self.engine.pool, lambda: self._index)
+        control = ControlServicer(self.engine.pool, lambda: self._index, self.switch_role)
         add(control_pb2_grpc.add_ControlServicer_to_server, control, "baton.v1.Control")
-        if self.config.role is not Role.DECODE:
-            add(embedding_pb2_grpc.add_EmbeddingServicer_to_server, self._embedder, "baton.v1.Embedding")
+        add(embedding_pb2_grpc.add_EmbeddingServicer_to_server, self._embedder, "baton.v1.Embedding")
         self.engine_loop.start()
         port = await self._server.start()
         self.address = self.config.advertise or host_port(self.config.host, port)
@@ -202,20 +203,19 @@ class PodRuntime:
         self._health.start()
         self.lifecycle.ready()
         self._update_serving()  # a signal may have begun the drain
-        _log.info("%s pod %s serves %s on %s", self.config.role, self.name, self.served_name, self.address)
+        _log.info("%s pod %s serves %s on %s", self.role.current, self.name, self.served_name, self.address)
 
     async def _join_index(self, redis: str) -> None:
         layout = self.engine.layout
-        if self.config.role is Role.PREFILL:
+        if self.role.current is Role.PREFILL:
             log_phase("connects to the decode pods")
-            reader = IndexReader(redis, books=False)
-            self._peers = PeerDiscovery(reader, layout.scope, self.transfer_node.connect)
+            self._peers = PeerDiscovery.of(redis, layout.scope, self.transfer_node.connect)
             await self._peers.start()
         record = PodRecord(
             pod=self.name,
             generation=self.generation,
             address=self.address,
-            role=self.config.role,
+            role=self.role.current,
             model=self.served_name,
             scope=layout.scope,
             fingerprint=layout.fingerprint,
@@ -227,6 +227,36 @@ class PodRuntime:
         self._index = self._cache_events.index = IndexPublisher(redis, record, device, self.load, host_snapshot=host)
         self.metrics.index_registered = lambda: None if self._index is None else self._index.registered
         await self._index.start()
+
+    async def switch_role(self, role: Role, drain_s: float = 0.0) -> RoleSwitchReport:
+        """Changes the role of the running pod, see PodRole.switch. drain_s 0: the drain time of the settings.
+
+        Raises ConfigError if the KV of this pod cannot be mapped by other pods.
+        """
+        self.require_ready()
+        require_mappable_kv(dataclasses.replace(self.config, role=role))
+        if role is Role.PREFILL and self.config.redis and self._peers is None:
+            # The connections are made while the pod drains. A decode pod that is late is connected by its first prompt.
+            self._peers = PeerDiscovery.of(self.config.redis, self.engine.layout.scope, self.transfer_node.connect)
+            await self._peers.start(wait_s=0.0)
+        try:
+            report = await self.role.switch(role, drain_s or self.config.drain_s, self._take_role)
+        finally:
+            settled = self.role.target is None  # no other switch runs, which this call lost to
+            if settled and self.role.current is not Role.PREFILL and self._peers is not None:
+                peers, self._peers = self._peers, None
+                await peers.stop()
+        self.metrics.observe_role_switch(report, role, self.served_name, metadata.version("baton-serving"))
+        if self._index is not None:
+            self._index.set_role(role)
+        return report
+
+    async def _take_role(self, role: Role) -> None:
+        """Sets what the engine does differently in the role. The pod has no work of another service."""
+        scheduler = self.engine.scheduler
+        tokens = local_chunk_tokens(self.config, role, self.engine.device.type)
+        config = dataclasses.replace(scheduler.config, local_chunk_tokens=tokens)
+        await asyncio.wrap_future(self.engine_loop.call(lambda: setattr(scheduler, "config", config)))
 
     def _prepare_grammars(self) -> None:
         """Makes the tables of tokens and starts the process that proves grammars, before the first grammar needs them.
@@ -256,7 +286,7 @@ class PodRuntime:
             if error := next((output.error for output in result.outputs if output.error), None):
                 raise error
 
-    async def run(self, service: PodService) -> None:
+    async def run(self, *services: PodService) -> None:
         """Starts the pod, serves until a signal, drains and stops.
 
         Raises SystemExit if a quarantine lasts too long (code 3) or a thread of the pod has ended (code 4). If a loop
@@ -266,7 +296,7 @@ class PodRuntime:
         if self.engine.device.type == "cuda":
             sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         try:
-            await self.start(service)
+            await self.start(*services)
             self.watch.start()
             await self.lifecycle.wait_stopped()
         finally:
@@ -282,8 +312,9 @@ class PodRuntime:
 
     @property
     def _takes_work(self) -> bool:
-        """The pod is ready, its KV pool is consistent, and no loop is stuck."""
-        return self.lifecycle.state is LifecycleState.READY and self._health.intact and not self.watch.stuck
+        """The pod is ready, keeps its role, its KV pool is consistent, and no loop is stuck."""
+        ready = self.lifecycle.state is LifecycleState.READY and self.role.target is None
+        return ready and self._health.intact and not self.watch.stuck
 
     def _update_serving(self) -> None:
         """Sets the health check after the start, and after a loop got stuck or recovered."""
@@ -312,9 +343,9 @@ class PodRuntime:
         for part in (self._peers, self._index):
             if part is not None:
                 await part.stop()
-        if self._service is not None:
+        if self.role.started:
             leaving = Unavailable(f"pod {self.name} is stopping")
-            self._service.abort_all(leaving)
+            self.role.service.abort_all(leaving)
             self._embedder.requests.fail_all(leaving)
             await asyncio.sleep(0)
         await self._server.stop(STOP_GRACE_S)
@@ -339,17 +370,19 @@ class PodRuntime:
         caller = trace_context_of(dict(context.invocation_metadata() or ()))
         return caller if caller is not None and caller.sampled else None
 
-    def require_ready(self) -> None:
-        """Raises Unavailable unless the pod accepts new work."""
+    def require_ready(self, *roles: Role) -> None:
+        """Raises Unavailable unless the pod accepts new work, for one of these roles if there are any."""
         if self.lifecycle.state is not LifecycleState.READY:
             raise Unavailable(f"pod {self.name} is {self.lifecycle.state.name.lower()}")
         if not self._health.intact:
             raise Unavailable(f"pod {self.name} found its KV pool inconsistent")
         if self.watch.stuck:
             raise Unavailable(f"{self.watch.stuck} on pod {self.name}")
+        if roles:
+            self.role.require(*roles)
 
     def _check_embedding(self, request: ValidRequest, queued_tokens: int, deadline_s: float) -> None:
-        self.require_ready()
+        self.require_ready(Role.PREFILL, Role.BOTH)
         self.limits.check(request, generates=False)
         self.require_deadline(self.requests.queued_tokens + queued_tokens + request.prompt_len, deadline_s)
 
@@ -386,7 +419,8 @@ class PodRuntime:
             protocol_version=PROTOCOL_VERSION,
             pod=self.name,
             generation=self.generation,
-            role=role_to_pb(self.config.role),
+            role=role_to_pb(self.role.current),
+            first_role=role_to_pb(self.config.role),
             layout=layout_to_pb(self.engine.layout),
             fingerprint=self.engine.layout.fingerprint,
             max_model_len=self.engine.max_model_len,
@@ -398,7 +432,7 @@ class PodRuntime:
             ready=self._takes_work,
             stuck=self.watch.stuck,
             step_bound_s=self.watch.step_bound_s(),
-            draining=state is LifecycleState.DRAINING,
+            draining=state is LifecycleState.DRAINING or self.role.target is not None,
             version=metadata.version("baton-serving"),
             blocks=pool_counts_to_pb(self.engine.pool.counts()),
             computed=transfer_pb2.ComputedTokens(**self.computed_tokens),
@@ -406,8 +440,8 @@ class PodRuntime:
             load=load_to_pb(self.load()),
             activity=self.metrics.activity(None if self._gpu is None else self._gpu.reading()),
             pairs=self.transfer_node.pair_stats(),
-            pulls=self.config.role is Role.PREFILL and self.config.pull != "off",
-            late_targets=self.config.role is Role.PREFILL,
+            pulls=self.role.current is Role.PREFILL and self.config.pull != "off",
+            late_targets=self.role.current is Role.PREFILL,
         )
 
     def load(self) -> PodLoad:
@@ -447,49 +481,16 @@ class PodRuntime:
 
     # -- engine thread ------------------------------------------------------------------------------------------------
     def _on_step(self, result: StepResult) -> None:
-        assert self._service is not None
         try:
             self._count(result)
         except Exception:
             _log.exception("the metrics of a step could not be updated")
         self._embedder.on_step(result)
-        self._service.on_step(result)
+        self.role.service.on_step(result)
 
     def _count(self, result: StepResult) -> None:
-        self.computed_tokens["local" if self.config.role is Role.DECODE else "prefill"] += result.num_prompt_tokens
+        self.computed_tokens["local" if self.role.current is Role.DECODE else "prefill"] += result.num_prompt_tokens
         self.computed_tokens["recompute"] += result.num_recomputed_tokens
         prompt = result.num_prompt_tokens + result.num_recomputed_tokens
         self.rates.observe_step(prompt, result.num_decode_tokens, result.seconds)
         self.metrics.observe_step(result)
-
-
-class PodService(Protocol):
-    """The service of a pod's role, in prefill_service and decode_service. Event loop, except on_step."""
-
-    full_name: str
-
-    def register(self, server: grpc.aio.Server) -> None:
-        """Adds the service to the server."""
-
-    def on_step(self, result: StepResult) -> None:
-        """Runs after each engine step, before the leases of ended sequences are finished. Engine thread."""
-
-    def abort_all(self, error: BatonError) -> None:
-        """Ends every request with `error`."""
-
-
-def engine_config(config: PodConfig) -> EngineConfig:
-    """Builds the engine's part of a pod's configuration. Decode pods compute local prompts in small chunks."""
-    shared = {name: getattr(config, name) for name in declared(PodEngineSettings)}
-    find = functools.partial(resolve_model, tokenizer=False, weights=config.load_format == "auto")
-    if config.speculation_model is not None:  # a draft model, which may be a known name, or an EAGLE head
-        find_draft = find if config.speculation == "draft_model" else resolve_eagle_head
-        try:
-            shared["speculation_model"] = find_draft(str(config.speculation_model))
-        except ConfigError as error:
-            raise ConfigError(error.message, field="speculation_model") from error
-    made = EngineConfig(model_dir=find(config.model), **shared)
-    if config.role is not Role.DECODE:
-        return dataclasses.replace(made, local_chunk_tokens=0)
-    local = config.local_chunk_tokens or (256 if made.resolve_device().type == "cuda" else 64)
-    return dataclasses.replace(made, local_chunk_tokens=local)

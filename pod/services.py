@@ -1,4 +1,4 @@
-"""gRPC services of every pod: Embedding (not on decode pods) and Control.
+"""gRPC services of every pod: Embedding (refused in the role decode) and Control.
 
 An embedding is made of the states of a prompt that is computed like any other. The pod knows a request until the
 engine has released its sequence, which may be after the end of the call.
@@ -7,7 +7,8 @@ engine has released its sequence, which may be after the end of the call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,14 +19,15 @@ import torch.nn.functional as F
 from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError, InvalidRequest, NotServed, describe
 from common.pb import control_pb2, control_pb2_grpc, embedding_pb2, embedding_pb2_grpc
 from common.rpc import remaining_s
-from common.types import ValidRequest
-from common.wire import request_from_pb
+from common.types import Role, ValidRequest
+from common.wire import request_from_pb, role_from_pb, role_to_pb
 from engine.engine import Engine
 from engine.kv.blocks import BlockPool
 from engine.loop import EngineLoop
 from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.schedule.sequence import Sequence
 from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_while
+from pod.role import RoleSwitchReport
 from prefix_index.publisher import IndexPublisher
 
 
@@ -143,6 +145,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     pool: BlockPool
     index: Callable[[], IndexPublisher | None]  # Returns the pod's publisher, once the pod joined the index
+    #: Changes the role; its second argument is the drain time in seconds, 0 for that of the settings.
+    switch_role: Callable[[Role, float], Awaitable[RoleSwitchReport]]
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -152,3 +156,15 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         kept, index = len(self.pool.cached_hashes()), self.index()
         indexed = await retry_while(lambda: index is None or index.up_to_date, lambda done: not done, INDEX_WAIT_S)
         return control_pb2.ResetPrefixCacheResponse(cleared=cleared, kept=kept, indexed=indexed)
+
+    async def SwitchRole(
+        self, request: control_pb2.SwitchRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> control_pb2.SwitchRoleResponse:
+        """Implements SwitchRole of control.proto. The switch goes on if the caller leaves."""
+        role = role_from_pb(request.role)
+        if not 0 <= request.drain_s < math.inf:
+            raise InvalidRequest(f"drain_s is {request.drain_s:g}; expected at least 0 s", field="drain_s")
+        report = await asyncio.shield(asyncio.ensure_future(self.switch_role(role, request.drain_s)))
+        return control_pb2.SwitchRoleResponse(
+            former=role_to_pb(report.former), moved=report.moved, drained_s=report.drained_s, ready_s=report.ready_s
+        )

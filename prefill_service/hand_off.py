@@ -189,6 +189,11 @@ class PrefillHandOff:
         self._target_decided.set()
 
     @property
+    def queued(self) -> bool:
+        """No chunk of the prompt has been computed."""
+        return self._first_chunk_at is None
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are not computed yet."""
         return 0 if self._has_first_token or self._closed.is_set() else self.seq.prefill_len - self.seq.computed

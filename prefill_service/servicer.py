@@ -16,8 +16,8 @@ import grpc
 from common.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.rpc import remaining_s
-from common.settings.configs import PodConfig
 from common.tracing.tracer import Attributes, TraceContext, Tracer
+from common.types import Role
 from common.wire import kv_target_from_pb, request_from_pb
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport
@@ -33,11 +33,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """Serves Prefill on one pod. Every method but on_step runs on the event loop."""
 
     full_name = "baton.v1.Prefill"
+    roles = frozenset((Role.PREFILL,))
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
         self.requests: RequestRegistry[PrefillHandOff] = pod.requests
-        self.requests.on_drained = self._on_drained
         self._preparing: set[str] = set()  # Ids of requests whose grammar is being compiled, which may take seconds
         self._puller = PrefixPuller(pod)
 
@@ -58,7 +58,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         hint = request.pull if request.HasField("pull") else None
         deadline_s = remaining_s(context, DEFAULT_DEADLINE_S)
         target = kv_target_from_pb(request.target) if request.HasField("target") else None
-        pod.require_ready()
+        pod.require_ready(*self.roles)
         pod.limits.check(valid, generates=False)
         if valid.request_id in self.requests:
             raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
@@ -103,7 +103,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         return prefill_pb2.PrefillAbortResponse()
 
     # -- requests -----------------------------------------------------------------------------------------------------
-    def _on_drained(self, hand_off: PrefillHandOff) -> None:
+    def on_drained(self, hand_off: PrefillHandOff) -> None:
         if hand_off.caller_span is not None and self._pod.tracer is not None:
             record_spans(self._pod.tracer, hand_off.caller_span, hand_off)
 
@@ -115,8 +115,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             if hand_off is not None and hand_off.seq.request is output.seq.request:
                 hand_off.on_output(output, result.seconds)
 
+    def move_away(self, error: BatonError) -> int:
+        """Ends the prompts that wait for their first chunk. Prompts that are being computed end here."""
+        waiting = [hand_off for hand_off in self.requests if hand_off.queued]
+        for hand_off in waiting:
+            hand_off.fail(error)
+        return len(waiting)
+
     def abort_all(self, error: BatonError) -> None:
-        """Ends every request with `error`, because the pod stops."""
+        """Ends every request with `error`, because the pod stops or has another role now."""
         self.requests.fail_all(error)
 
 
@@ -182,9 +189,3 @@ def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: PrefillHand
         }
     error = outcome.message if isinstance(outcome, BatonError) else None
     tracer.record_span("transfer.hand_off", span, parent, start, end_at, attributes, kind="client", error=error)
-
-
-async def serve(config: PodConfig) -> None:
-    """Runs a prefill pod until SIGTERM and the drain after it. Raises ConfigError; SystemExit like PodRuntime.run."""
-    pod = await PodRuntime.create(config)
-    await pod.run(PrefillServicer(pod))

@@ -21,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import islice
 
 from common.errors import describe
 from common.redis.client import REDIS_FAILURES, LuaScript, RedisArg, connect_redis
-from common.types import PodLoad
+from common.types import PodLoad, Role
 from prefix_index.store import (
     HELD_TTL_S,
     INFO_TTL_S,
@@ -197,6 +198,7 @@ class IndexPublisher:
         self._posted: set[bytes] = set()
         self.registered = False  #: The pod is registered and its snapshot is complete.
         self._sending = False  # a batch or a snapshot is in flight
+        self._record_changed = False  # the record differs from the registered one
 
     @property
     def up_to_date(self) -> bool:
@@ -222,6 +224,12 @@ class IndexPublisher:
     def publish_load(self) -> None:
         """Publishes the load now, before the next heartbeat, for example when the pod drains. On the event loop."""
         self._beat_due = 0.0
+        self._wake.set()
+
+    def set_role(self, role: Role) -> None:
+        """Registers the pod with another role, under the same generation. Its blocks stay. On the event loop."""
+        self._record = replace(self._record, role=role)
+        self._record_changed = True
         self._wake.set()
 
     async def start(self) -> None:
@@ -285,6 +293,8 @@ class IndexPublisher:
         """Sends heartbeats and batches until stop() or an error."""
         while not self._stopping:
             self._wake.clear()
+            if self._record_changed:
+                await self._register()
             if time.monotonic() >= self._beat_due:
                 self._beat_due = time.monotonic() + HEARTBEAT_S
                 await self._heartbeat()
@@ -303,7 +313,7 @@ class IndexPublisher:
 
     async def _register(self) -> None:
         assert self._client is not None
-        r, keys = self._record, self._keys
+        r, keys, self._record_changed = self._record, self._keys, False
         self._beat_due = time.monotonic() + HEARTBEAT_S
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),

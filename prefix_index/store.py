@@ -49,7 +49,7 @@ class PrefixHits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PodRecord:
-    """Identity of a pod; fixed for one generation."""
+    """Identity of a pod; fixed for one generation, but for the role."""
 
     pod: str
     generation: int

@@ -66,6 +66,7 @@ class _KnownPod:
     view: PodView
     generation: int
     alive: bool = True
+    leaving: bool = False
 
 
 class SimulatedGateway:
@@ -103,8 +104,19 @@ class SimulatedGateway:
         for views in self._usable.values():
             fill_in_from_peers(views)
 
+    def add_pod(self, pod: SimulatedPod) -> None:
+        """Uses a pod from now on, in its present role."""
+        self._known[pod.name] = _KnownPod(pod, _view(pod), pod.generation)
+        self._refresh()
+
+    def remove_pod(self, pod: SimulatedPod) -> None:
+        """Gives a pod that leaves no more requests."""
+        if (known := self._known.get(pod.name)) is not None:
+            known.leaving = True
+            self._refresh()
+
     def _refresh(self) -> None:
-        alive = [known for known in self._known.values() if known.alive]
+        alive = [known for known in self._known.values() if known.alive and not known.leaving]
         self._usable = {role: [k.view for k in alive if k.pod.role is role] for role in (Role.PREFILL, Role.DECODE)}
         self._generations = [(k.pod.name, k.generation) for k in alive]
 
@@ -348,9 +360,11 @@ class SimulatedRequest:
             self.end()
             return
 
+        prefill = route.prefill.prefill  # of now: the pod may have another role later
+
         def on_handed_off() -> None:
             """Starts decoding: the decode pod has all KV of the prompt."""
-            route.prefill.prefill.release(prompt)
+            prefill.release(prompt)
             if self._route is route:  # otherwise a pod died meanwhile
                 route.prefill.on_lost.pop(self.request_id, None)
                 decode.pod.decode.join(decode.sequence)

@@ -356,6 +356,11 @@ class SimulatedPod:
         self.computed_before += self.process.computed_tokens
         self._publisher, self.process = self._start_process()
 
+    def change_role(self, role: Role, shape: PodShape) -> None:
+        """Starts again in another role, with an empty cache."""
+        self.role, self.shape = role, shape
+        self.restart()
+
     def send_kv(self, tokens: float) -> float:
         """Queues the KV of tokens on the network link, behind earlier transfers. Returns when it is sent."""
         seconds = tokens * self.rates.kv_bytes / self.rates.link_byte_s

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 if TYPE_CHECKING:  # imported only when the command runs
     from loadtest.workload.trace import WorkloadTrace
     from simulator.hardware_rates import HardwareRates
-    from simulator.planner import CapacityPlan, MeasuredSetup
+    from simulator.setup_search import CapacityPlan, MeasuredSetup
     from simulator.spec import Slo
 
 DEFAULT_RATES = "h100-8b"
@@ -141,7 +141,7 @@ def run(*, as_json: bool, **flags: str | None) -> int:
 
     from loadtest.workload.trace import load_trace
     from simulator.hardware_rates import load_rates
-    from simulator.planner import CHUNKS, CapacityPlanner
+    from simulator.setup_search import CHUNKS, SetupSearch
     from simulator.spec import MAX_PODS, Slo
 
     trace, slo, rates, gpus, attainment, requests, chunks = (flags[name] for name, *_ in OPTIONS)
@@ -165,7 +165,7 @@ def run(*, as_json: bool, **flags: str | None) -> int:
 
     with status or contextlib.nullcontext():
         for _ in range(ROUNDS):
-            plan = CapacityPlanner(used, wanted, model, chunks=sizes, on_measured=say).plan(pods)
+            plan = SetupSearch(used, wanted, model, chunks=sizes, on_measured=say).plan(pods)
             needed = int(MARGIN * STEADY_S * plan.best.goodput)
             if requests is not None or needed <= len(used.requests):
                 break
@@ -187,7 +187,7 @@ def assumptions(
     recorded: WorkloadTrace, used: WorkloadTrace, slo: Slo, rates: HardwareRates, gpus: int | None
 ) -> list[str]:
     """The assumptions behind the figures, one note each."""
-    from simulator.planner import RATIO_GPUS
+    from simulator.setup_search import RATIO_GPUS
 
     pool, count = rates.pool_blocks(used.block_size), len(used.requests)
     moments = len({request.arrival_s for request in used.requests})

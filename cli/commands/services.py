@@ -22,7 +22,6 @@ from cli.options import Config, load, opt, takes_settings
 from common.errors import ConfigError
 from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 from common.settings.table import FLAG, Settings, declared, former_names, read_toml, spelt
-from common.types import Role
 
 _Settings = TypeVar("_Settings", PodConfig, WorkerConfig, GatewayConfig)
 _say = functools.partial(typer.echo, err=True)
@@ -173,14 +172,12 @@ async def _serve_pod(settings: PodConfig) -> None:
     for name in ("port", "metrics_port"):
         require_free_port(settings.host, getattr(settings, name), name)
     settings = _resolved(settings)
-    if settings.role is Role.PREFILL:
-        from prefill_service import servicer as prefill
+    from decode_service.servicer import DecodeServicer
+    from pod.runtime import PodRuntime
+    from prefill_service.servicer import PrefillServicer
 
-        await prefill.serve(settings)
-    else:
-        from decode_service import servicer as decode
-
-        await decode.serve(settings)
+    pod = await PodRuntime.create(settings)
+    await pod.run(PrefillServicer(pod), DecodeServicer(pod))
 
 
 def _resolved(settings: PodConfig) -> PodConfig:

@@ -22,19 +22,24 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from common.pb import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\"\x19\n\x17ResetPrefixCacheRequest\"J\n\x18ResetPrefixCacheResponse\x12\x0f\n\x07\x63leared\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x0f\n\x07indexed\x18\x03 \x01(\x08\x32\x64\n\x07\x43ontrol\x12Y\n\x10ResetPrefixCache\x12!.baton.v1.ResetPrefixCacheRequest\x1a\".baton.v1.ResetPrefixCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\"B\n\x11SwitchRoleRequest\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\"g\n\x12SwitchRoleResponse\x12\x1e\n\x06\x66ormer\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\r\n\x05moved\x18\x02 \x01(\r\x12\x11\n\tdrained_s\x18\x03 \x01(\x01\x12\x0f\n\x07ready_s\x18\x04 \x01(\x01\"\x19\n\x17ResetPrefixCacheRequest\"J\n\x18ResetPrefixCacheResponse\x12\x0f\n\x07\x63leared\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x0f\n\x07indexed\x18\x03 \x01(\x08\x32\xad\x01\n\x07\x43ontrol\x12Y\n\x10ResetPrefixCache\x12!.baton.v1.ResetPrefixCacheRequest\x1a\".baton.v1.ResetPrefixCacheResponse\x12G\n\nSwitchRole\x12\x1b.baton.v1.SwitchRoleRequest\x1a\x1c.baton.v1.SwitchRoleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=36
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=61
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=63
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=137
-  _globals['_CONTROL']._serialized_start=139
-  _globals['_CONTROL']._serialized_end=239
+  _globals['_SWITCHROLEREQUEST']._serialized_start=61
+  _globals['_SWITCHROLEREQUEST']._serialized_end=127
+  _globals['_SWITCHROLERESPONSE']._serialized_start=129
+  _globals['_SWITCHROLERESPONSE']._serialized_end=232
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=234
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=259
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=261
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=335
+  _globals['_CONTROL']._serialized_start=338
+  _globals['_CONTROL']._serialized_end=511
 # @@protoc_insertion_point(module_scope)

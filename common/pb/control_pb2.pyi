@@ -3,6 +3,7 @@
 isort:skip_file
 Operations on any pod, requested by an operator through the gateway."""
 
+from common.pb import transfer_pb2 as _transfer_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 import builtins as _builtins
@@ -15,6 +16,65 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class SwitchRoleRequest(_message.Message):
+    """Asks for another role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
+    role: _transfer_pb2.Role.ValueType
+    drain_s: _builtins.float
+    """Prompts that are being computed may end within this many seconds; then they move too. 0: the pod's drain time."""
+    def __init__(
+        self,
+        *,
+        role: _transfer_pb2.Role.ValueType = ...,
+        drain_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_s", b"drain_s", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRoleRequest: _TypeAlias = SwitchRoleRequest  # noqa: Y015
+
+@_typing.final
+class SwitchRoleResponse(_message.Message):
+    """The outcome."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORMER_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    DRAINED_S_FIELD_NUMBER: _builtins.int
+    READY_S_FIELD_NUMBER: _builtins.int
+    former: _transfer_pb2.Role.ValueType
+    """The role before."""
+    moved: _builtins.int
+    """Requests that went on elsewhere."""
+    drained_s: _builtins.float
+    """Seconds until the last request of the former role had left the pod."""
+    ready_s: _builtins.float
+    """Seconds from then until the pod was ready in the new role."""
+    def __init__(
+        self,
+        *,
+        former: _transfer_pb2.Role.ValueType = ...,
+        moved: _builtins.int = ...,
+        drained_s: _builtins.float = ...,
+        ready_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained_s", b"drained_s", "former", b"former", "moved", b"moved", "ready_s", b"ready_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRoleResponse: _TypeAlias = SwitchRoleResponse  # noqa: Y015
 
 @_typing.final
 class ResetPrefixCacheRequest(_message.Message):

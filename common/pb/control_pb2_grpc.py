@@ -40,6 +40,11 @@ class ControlStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/baton.v1.Control/SwitchRole',
+                request_serializer=baton_dot_v1_dot_control__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.SwitchRoleResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -54,6 +59,15 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRole(self, request, context):
+        """Changes the pod's role. The pod refuses new work, gives its present work to other pods or ends it, and keeps weights,
+        graphs and prefix cache. Answers once the pod is ready in the new role. Work is moved by errors of the kind
+        RoleChanged, which gateways retry elsewhere without counting an attempt. Only operators may call it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +75,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=baton_dot_v1_dot_control__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.SwitchRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +110,33 @@ class Control:
             '/baton.v1.Control/ResetPrefixCache',
             baton_dot_v1_dot_control__pb2.ResetPrefixCacheRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/SwitchRole',
+            baton_dot_v1_dot_control__pb2.SwitchRoleRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.SwitchRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,11 @@ class ControlStub:
     """Drops the KV of ended requests from the prefix cache, so that later prompts are computed again. Blocks of running
     requests and readers stay. Answers once the prefix index has the change, or after one second without it.
     """
+    SwitchRole: _grpc.UnaryUnaryMultiCallable[_control_pb2.SwitchRoleRequest, _control_pb2.SwitchRoleResponse]
+    """Changes the pod's role. The pod refuses new work, gives its present work to other pods or ends it, and keeps weights,
+    graphs and prefix cache. Answers once the pod is ready in the new role. Work is moved by errors of the kind
+    RoleChanged, which gateways retry elsewhere without counting an attempt. Only operators may call it.
+    """
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -46,6 +51,11 @@ class ControlAsyncStub(ControlStub):
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_control_pb2.ResetPrefixCacheRequest, _control_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Drops the KV of ended requests from the prefix cache, so that later prompts are computed again. Blocks of running
     requests and readers stay. Answers once the prefix index has the change, or after one second without it.
+    """
+    SwitchRole: _aio.UnaryUnaryMultiCallable[_control_pb2.SwitchRoleRequest, _control_pb2.SwitchRoleResponse]  # type: ignore[assignment]
+    """Changes the pod's role. The pod refuses new work, gives its present work to other pods or ends it, and keeps weights,
+    graphs and prefix cache. Answers once the pod is ready in the new role. Work is moved by errors of the kind
+    RoleChanged, which gateways retry elsewhere without counting an attempt. Only operators may call it.
     """
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +69,17 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_control_pb2.ResetPrefixCacheResponse]]:
         """Drops the KV of ended requests from the prefix cache, so that later prompts are computed again. Blocks of running
         requests and readers stay. Answers once the prefix index has the change, or after one second without it.
+        """
+
+    @_abc_1.abstractmethod
+    def SwitchRole(
+        self,
+        request: _control_pb2.SwitchRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.SwitchRoleResponse, _abc.Awaitable[_control_pb2.SwitchRoleResponse]]:
+        """Changes the pod's role. The pod refuses new work, gives its present work to other pods or ends it, and keeps weights,
+        graphs and prefix cache. Answers once the pod is ready in the new role. Work is moved by errors of the kind
+        RoleChanged, which gateways retry elsewhere without counting an attempt. Only operators may call it.
         """
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

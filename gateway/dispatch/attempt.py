@@ -33,6 +33,7 @@ from common.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    RoleChanged,
     Unavailable,
 )
 from common.pb import decode_pb2, prefill_pb2, types_pb2
@@ -237,7 +238,9 @@ class Attempt:
         elif outcome != "target":
             raise InternalError(f"decode pod {pod.name} answered Reserve without an outcome")
         elif placement.prefill is None:
-            raise InternalError(f"aggregated pod {pod.name} asked for a remote prefill; expected a local one")
+            self.blamed_pods.add(pod.address)
+            pod.recheck()
+            raise RoleChanged(f"pod {pod.name} asked for a remote prefill; it was an aggregated pod before")
         else:
             target, prefill = answer.target, self._prefill or self._start_prefill(placement)
             self._timeline.mark("reserved", **reserved, first_block=target.first_block, blocks=len(target.blocks))
@@ -391,7 +394,9 @@ class Attempt:
         self._timeline.mark("prefill_failed", pod=pod.name, error=str(error))
         self.blamed_pods.add(pod.address)
         # Either side may have broken the hand-off, unless the prefill pod has no room or is gone.
-        if not isinstance(error, Overloaded) and pod.serving and not self._decode_responded:
+        if isinstance(error, RoleChanged):
+            pod.recheck()
+        elif not isinstance(error, Overloaded) and pod.serving and not self._decode_responded:
             self._blame_decode()
         self.token_queue.fail(error)
 
@@ -442,6 +447,8 @@ class Attempt:
     def on_stream_lost(self, error: BatonError) -> None:
         """Fails the attempt: the decode pod will send no more tokens."""
         self._blame_decode()
+        if isinstance(error, RoleChanged) and self._decode is not None:
+            self._decode.recheck()
         self.token_queue.fail(error)
 
     def progress(self, suspicion: Suspicion, *, queued: bool) -> int | None:

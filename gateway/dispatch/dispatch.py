@@ -29,6 +29,7 @@ from common.errors import (
     LayoutMismatch,
     ModelNotFound,
     Overloaded,
+    RoleChanged,
     Unauthenticated,
     Unavailable,
     UnknownTransfer,
@@ -84,7 +85,7 @@ class Dispatch:
         self._avoided_pods: frozenset[str] = frozenset()  # addresses of pods that earlier attempts blame
         self._pod_wait_s = pod_wait_s
         self._on_no_room = on_no_room
-        self._room_waits = 0  # attempts that found no room; they do not count
+        self._uncounted = 0  # attempts that found no room, or lost their pod to a change of its role
         self._pods_lost_at: float | None = None  #: When an attempt lost its pods; None once the answer goes on.
         self._waiting = False  #: The request waits for lost pods, because there are no others.
         self._answering_attempts: list[Attempt] = []  # attempts that gave a part of the answer
@@ -189,10 +190,14 @@ class Dispatch:
             pause_s = min(max(error.retry_after_s or 0.0, pause_s), MAX_FULL_PAUSE_S)
             if self._on_no_room is not None and self._lost_error is None and not attempt.token_queue.has_tokens:
                 pause_s = self._on_no_room(error)
-                if not self._room_waits:
+                if not self._uncounted:
                     self._timeline.mark("no_room", error=str(error))
-                self._room_waits += 1
+                self._uncounted += 1
                 return pause_s
+            if isinstance(self._lost_error, RoleChanged):  # the pod gave the answer up without need, so it waits
+                self._uncounted += 1
+        if isinstance(error, RoleChanged):
+            self._uncounted += 1
         if self._waits_for_pods(attempt, error):
             if not self._waiting:
                 self._waiting = True
@@ -204,7 +209,7 @@ class Dispatch:
         # A sample with all its tokens has lost only its finish reason, which no other pod can give.
         continuable = bool(unfinished) and all(len(output) < max_tokens for output in unfinished.values())
         in_time = time.monotonic() + pause_s < self._deadline
-        if not (retryable and continuable and in_time and self._attempt_number - self._room_waits < MAX_ATTEMPTS):
+        if not (retryable and continuable and in_time and self._attempt_number - self._uncounted < MAX_ATTEMPTS):
             if self._lost_error is not None or (retryable and attempt.token_queue.has_tokens):
                 self._metrics.resumptions.labels("failed").inc(len(unfinished))
             client_error = error if isinstance(error, DeadlineExceeded) else self._lost_error or error

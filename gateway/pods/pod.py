@@ -1,6 +1,7 @@
 """One pod as the gateway sees it: its facts, its health, its RPC stubs and its token stream.
 
-Lifecycle: start -> (calls Info every 0.5 s; keeps a Tokens stream open if the pod decodes) -> stop.
+Lifecycle: start -> (calls Info every 0.5 s and after each change of its health; keeps a Tokens stream open if the pod
+decodes) -> stop.
 
 The pod's answer to Info decides how it is used, not the index or the configuration. When the token stream ends, every
 request that waits for tokens of the pod fails, and the stream is opened again.
@@ -16,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import rpc
 from common.auth import Signer, sign_calls
@@ -38,6 +40,7 @@ from gateway.pods.view import PodView
 
 INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
+HEALTH_RETRY_S = 2.0  #: Pause before the pod's health is watched again.
 SILENCE_S = 3.0  #: A pod that does not answer Info counts as busy, not gone, for this long after its last answer.
 HELLO_TIMEOUT_S = 0.3  #: Longest wait for a pod's first answer on a token stream; older pods send none.
 ACK_BATCHES = 32  #: Batches that are acknowledged together. The pod pauses after 256 unacknowledged batches.
@@ -80,7 +83,7 @@ class Pod:
         self.static = static  #: The address is configured, so the pod is never forgotten.
         self.info: PodInfo | None = None  #: Facts from the last answer to Info; None before the first.
         self.activity: PodActivity | None = None  #: Counters from the same answer.
-        self.view: PodView | None = None  #: The current process as routing sees it; one per generation.
+        self.view: PodView | None = None  #: The current process as routing sees it; one per generation and role.
         self.alive = False  #: The pod answers Info, and can be used.
         self.refusal = ""  #: Why a pod that answers cannot be used; "" if it can.
         self.stalled = ""  #: Why the pod makes no progress, although requests wait for it; "" if it makes progress.
@@ -170,6 +173,7 @@ class Pod:
     def start(self) -> None:
         """Starts to call Info and to keep the token stream, in the background."""
         self._spawn(self._watch())
+        self._spawn(self._watch_health())
         self._spawn(self._keep_token_stream())
 
     async def stop(self) -> None:
@@ -247,6 +251,15 @@ class Pod:
                     await self._recheck_event.wait()
                 await asyncio.sleep(RECHECK_DELAY_S)
 
+    async def _watch_health(self) -> None:
+        """Calls Info as soon as the pod takes work or stops to take it, for example while it changes its role."""
+        watch = health_pb2_grpc.HealthStub(self._channel).Watch
+        while True:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                async for _status in watch(health_pb2.HealthCheckRequest()):
+                    self.recheck()
+            await asyncio.sleep(HEALTH_RETRY_S)
+
     def _find_stalls(self, *, answered: bool) -> None:
         """Fails the requests for which the pod makes no progress, so that they continue on other pods."""
         load = None if self.view is None else self.view.load
@@ -305,9 +318,10 @@ class Pod:
         return answered
 
     def _apply_info(self, pb: transfer_pb2.InfoResponse) -> None:
-        """Takes over the facts and the load. A new generation gets a new view."""
+        """Takes over the facts and the load. A new generation or role gets a new view."""
         known, info = self.info, PodInfo.from_pb(pb, self.address)
-        if self.view is None or known is None or (known.name, known.generation) != (info.name, info.generation):
+        identity = (info.name, info.generation, info.role)
+        if self.view is None or known is None or (known.name, known.generation, known.role) != identity:
             self.view = PodView(
                 info.name,
                 address=self.address,

@@ -95,8 +95,11 @@ def describe_connection(address: str, answer: transfer_pb2.HandshakeResponse) ->
 
 
 def agent_name(info: transfer_pb2.InfoResponse) -> str:
-    """Returns role-pod-generation: unique over all processes, because a generation is never reused."""
-    return f"{role_from_pb(info.role).value}-{info.pod}-{info.generation}"
+    """Returns role-pod-generation: unique over all processes, because a generation is never reused.
+
+    The role is that of the pod's start, because a running agent keeps its name.
+    """
+    return f"{role_from_pb(info.first_role or info.role).value}-{info.pod}-{info.generation}"
 
 
 def require_compatible(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.InfoResponse) -> None:

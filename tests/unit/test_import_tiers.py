@@ -34,7 +34,8 @@ PACKAGES: dict[str, set[str]] = {
     "decode_service": _POD,
     "gateway": {"common", "prefix_index"},
     "loadtest": {"common"},
-    "simulator": {"common", "engine", "prefix_index", "gateway", "loadtest"},
+    "fleet": {"common", "prefix_index"},
+    "simulator": {"common", "engine", "prefix_index", "gateway", "loadtest", "fleet"},
 }
 PACKAGES["cli"] = set(PACKAGES)
 PACKAGES["baton"] = {"common", "engine"}  # the import name for users; no package imports it
@@ -51,7 +52,7 @@ ROOMS = {
     "prefix_index": [
         "store",
         "lookup_cache pipelined_connection",
-        "publisher reader",
+        "demand publisher reader",
     ],
     "kv_transfer": [
         "memory",
@@ -65,11 +66,12 @@ ROOMS = {
     ],
     "pod": [
         "gpu index limits rates requests",
-        "watch",
+        "role watch",
         "health metrics services",
         "rank worker",
         "runtime",
     ],
+    "fleet": ["forecast", "decision", "demand roles scale", "planner"],
     "loadtest": ["slo workload recipes", "config run", "client", "runner report", "__main__"],
     "cli": [
         "client exits gpus other_flags probes settings_page",
@@ -254,6 +256,7 @@ FORBIDDEN_LIBRARIES = {
     "prefill_service": set(),
     "decode_service": set(),
     "gateway": ML | NIXL,
+    "fleet": ML | NIXL | {"starlette", "uvicorn"},
     "loadtest": ML | NIXL | {"redis", "starlette", "uvicorn"},
     "simulator": ML | NIXL | {"grpc", "starlette", "uvicorn"},
     "cli": ML | NIXL,

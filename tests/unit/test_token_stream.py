@@ -91,7 +91,7 @@ async def test_a_fault_in_the_acknowledgements_ends_the_call_with_its_error(monk
     async def no_headers(_: Any) -> None:
         pass
 
-    pod: Any = SimpleNamespace(requests=Requests())
+    pod: Any = SimpleNamespace(requests=Requests(), role=SimpleNamespace(require=lambda *_: None))
     context: Any = SimpleNamespace(send_initial_metadata=no_headers)
     before = asyncio.all_tasks()
     with pytest.raises(ValueError, match="a fault"):

@@ -469,9 +469,10 @@ class Cluster(PlayedGateway[Pod]):
         )
         make = self._backend
         runtime = await PodRuntime.create(config, backend=None if make is None else lambda _config: make(role))
-        service = PrefillServicer(runtime) if role is Role.PREFILL else DecodeServicer(runtime, **(stream or {}))
+        services = PrefillServicer(runtime), DecodeServicer(runtime, **(stream or {}))
+        service = services[0 if role is Role.PREFILL else 1]
         try:
-            await runtime.start(service)
+            await runtime.start(*services)
         except BaseException:
             await runtime.stop()
             raise

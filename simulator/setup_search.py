@@ -64,7 +64,7 @@ class CapacityPlan:
         return self.measured[0]
 
 
-class CapacityPlanner:
+class SetupSearch:
     """Searches the best setup for a trace, an SLO and the rates of a pod."""
 
     def __init__(

@@ -18,7 +18,7 @@ from loadtest.slo import percentile
 from loadtest.workload.trace import WorkloadTrace, load_trace
 from simulator.agent_workload import AgentWorkload
 from simulator.hardware_rates import H100_8B, fit_rates, load_rates
-from simulator.planner import CapacityPlanner, ClusterSetup
+from simulator.setup_search import ClusterSetup, SetupSearch
 from simulator.spec import RequestOutcome, Slo
 from tests.rigs.forked_cli import forked
 
@@ -162,7 +162,7 @@ def trace() -> WorkloadTrace:
 
 
 def plan(trace: WorkloadTrace, slo: Slo, gpus: int | None, **options: Any) -> Any:
-    return CapacityPlanner(trace, slo, H100_8B, chunks=(2048,), **options).plan(gpus)
+    return SetupSearch(trace, slo, H100_8B, chunks=(2048,), **options).plan(gpus)
 
 
 def test_a_looser_slo_never_lowers_the_goodput(trace: WorkloadTrace) -> None:
@@ -203,9 +203,9 @@ def test_an_unreachable_slo_gives_no_setup(trace: WorkloadTrace) -> None:
 
 def test_requests_that_never_fit_are_refused(trace: WorkloadTrace) -> None:
     with pytest.raises(ConfigError, match="KV memory"):
-        CapacityPlanner(trace, Slo(1, 1), replace(H100_8B, kv_pool_bytes=1e9))
+        SetupSearch(trace, Slo(1, 1), replace(H100_8B, kv_pool_bytes=1e9))
     with pytest.raises(ConfigError, match="decode times"):
-        CapacityPlanner(trace, Slo(1, 1), load_rates("flat-8k"))
+        SetupSearch(trace, Slo(1, 1), load_rates("flat-8k"))
 
 
 def test_setups_are_counted_in_gpus() -> None:
@@ -316,7 +316,7 @@ WRONG: list[tuple[list[str], str]] = [
 def refused(tmp_path_factory: pytest.TempPathFactory) -> list[subprocess.CompletedProcess[str]]:
     path = str(written(tmp_path_factory.mktemp("plan"), "t.jsonl", MOONCAKE))
     argvs = [["plan", *(path if flag == "{trace}" else flag for flag in flags)] for flags, _ in WRONG]
-    return forked(argvs, before="import sys; sys.modules['torch'] = None; import simulator.planner")
+    return forked(argvs, before="import sys; sys.modules['torch'] = None; import simulator.setup_search")
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=[" ".join(flags) for flags, _ in WRONG])

@@ -1,0 +1,1 @@
+"""The fleet of pods: roles of running pods, and the planner that sets their number and roles."""
