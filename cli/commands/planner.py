@@ -54,7 +54,7 @@ def planner(
     metrics_host: Annotated[str, typer.Option(metavar="HOST", help="Address of the Prometheus port.")] = "127.0.0.1",
     tls_dir: TlsDir = None,
 ) -> None:
-    """Sets the number and the roles of the pods by their load, until Ctrl-C.
+    """Sets number and roles of the pods by their load.
 
     It reads what gateways and pods publish in Redis, and explains each decision in one log line. `baton plan` is
     another command: it searches the setup for a recorded trace. $BATON_SECRET is that of the cluster.
