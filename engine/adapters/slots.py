@@ -51,7 +51,7 @@ class AdaptedSequence(Protocol):
 def sites_of(model: Model) -> DecoderSites:
     """Returns the sites of a model. Raises ConfigError if adapters over it are not supported."""
     if not isinstance(model, Decoder):
-        raise _unsupported("a model that transformers computes, or that several ranks compute,")
+        raise _unsupported("a model that transformers computes")
     layers: list[tuple[Attention, nn.Module]] = []
     for layer in model.layer_list:
         if isinstance(layer.attention, LatentAttention):

@@ -250,3 +250,6 @@ def test_without_room_for_adapters(oracle: Oracle, tmp_path: Path) -> None:
         llm.add_adapter(oracle.adapters["all"], "all")
     with pytest.raises(ConfigError, match="deterministic"):
         LLM(oracle.directory, **TINY_ENGINE, num_blocks=16, max_adapters=1, deterministic=True)
+    with pytest.raises(ConfigError, match="several ranks compute are not supported") as refused:
+        LLM(oracle.directory, **TINY_ENGINE, num_blocks=16, max_adapters=1, tensor_parallel_size=2)
+    assert refused.value.field == "max_adapters"
