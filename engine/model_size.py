@@ -202,5 +202,6 @@ def _weight_bytes(outputs: int, inputs: int, scheme: Scheme | None, itemsize: in
         scales = math.ceil(outputs / BLOCK) * math.ceil(inputs / BLOCK)
     else:
         scales = outputs * (inputs // scheme.group_size if scheme.extent == "group" else 1)
-    zeros = 0 if scheme.symmetric else scales
+    # Most GPTQ checkpoints are symmetric, and the reader drops their zeros.
+    zeros = 0 if scheme.symmetric or scheme.layout == "gptq" else scales
     return outputs * inputs * KIND_BYTES[scheme.kind] + scales * SCALE_BYTES + zeros
