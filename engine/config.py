@@ -16,6 +16,7 @@ from common.settings.table import setting
 
 GPU_CHUNK_TOKENS = 2048  # A decode waits for 50 ms at most, with an 8B model.
 GPU_PROMPT_STEP_TOKENS = 8192  # Larger steps are fewer, and attention of long chunks is faster.
+LATENT_FP8 = "kv_dtype fp8_e4m3 is not supported for models with latent attention (MLA): use auto"
 DEFAULT_KV_MEMORY = 512 << 20  # Bytes on a CPU, if neither num_blocks nor kv_memory is given.
 
 
@@ -48,6 +49,9 @@ class EngineConfig(PodEngineSettings):
         if self.max_adapters and self.deterministic:
             problem = "products with adapters have no fixed order of sums: leave it off"
             raise ConfigError(f"deterministic: {problem}", field="deterministic")
+        if self.max_adapters and self.tensor_parallel_size > 1:
+            problem = "adapters over a model that several ranks compute are not supported: leave it 0"
+            raise ConfigError(f"max_adapters: {problem}", field="max_adapters")
 
     @property
     def local_ranks(self) -> int:
@@ -87,8 +91,7 @@ class EngineConfig(PodEngineSettings):
         if self.kv_dtype == "auto":
             return self.resolve_dtype(device)
         if latent:
-            text = "kv_dtype fp8_e4m3 is not supported for models with latent attention (MLA): use auto"
-            raise ConfigError(text, field="kv_dtype")
+            raise ConfigError(LATENT_FP8, field="kv_dtype")
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             name = torch.cuda.get_device_name(device)
             raise ConfigError(f"kv_dtype fp8_e4m3 needs compute capability 8.9, {name} has less", field="kv_dtype")

@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
 log = logging.getLogger(__name__)
-_log = logging.getLogger(__name__)
 HOST_COPY_BYTES = 32 << 20  # Bytes of one copy to the host. It takes 0.6 ms over PCIe, and a load may wait that long.
 MAX_DRAFTING_SEQS = 128  # Verify drafts in one step on a GPU; larger steps are compute-bound, so drafts cost time
 
@@ -191,7 +190,7 @@ class Engine:
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(max_len, num_blocks * config.block_size)
         if self.max_model_len < config.max_model_len:
-            _log.warning(
+            log.warning(
                 "max_model_len is %d, but the KV pool has room for %d tokens, so that is the limit: raise %s",
                 config.max_model_len,
                 self.max_model_len,
@@ -270,7 +269,7 @@ class Engine:
         `grammar` is the request's grammar, compiled; without it this method compiles it, which may take a second.
         Raises InvalidRequest if it cannot be compiled, BatonError if `output` does not match it.
         """
-        adapter = self.adapters.with_digest(request.adapter) if request.adapter else None
+        adapter = self.find_adapter(request.adapter) if request.adapter else None
         constraint = None
         if needs_constraint(request):
             self._check_ids(request, output)
@@ -293,6 +292,10 @@ class Engine:
         if self._adapters is None:
             raise InvalidRequest("the engine has no adapters: set max_adapters", field="adapter")
         return self._adapters
+
+    def find_adapter(self, digest: str) -> Adapter:
+        """Returns the adapter with this digest. Raises InvalidRequest if the engine lacks it. Any thread."""
+        return self.adapters.with_digest(digest)
 
     def add_adapter(self, directory: Path, name: str) -> Adapter:
         """Loads an adapter in PEFT's format to the host, under a new name or in place of another. Any thread.

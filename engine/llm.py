@@ -200,8 +200,9 @@ class LLM:
             each = [replace(p, stop_token_ids=(*p.stop_token_ids, *self.engine.eos_token_ids)) for p in each]
         with self._turn:
             call = _GenerateCall()
-            digests = ["" if name is None else self.engine.adapters.named(name).digest for name in adapters]
-            for (text, ids), sampling, wanted, digest in zip(prompts, each, grammars, digests, strict=True):
+            # The adapters themselves, because another thread may remove a name before the sequence is made.
+            loaded = [None if name is None else self.engine.adapters.named(name) for name in adapters]
+            for (text, ids), sampling, wanted, own in zip(prompts, each, grammars, loaded, strict=True):
                 self._requests += 1
                 request = ValidRequest(
                     f"local-{self._requests}",
@@ -210,7 +211,7 @@ class LLM:
                     sampling,
                     cache_salt,
                     grammar=wanted,
-                    adapter=digest,
+                    adapter="" if own is None else own.digest,
                 )
                 for child in range(sampling.n):
                     call.completions[request.request_id, child] = Completion(text, ids, self.decode, child=child)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-from common.kv_layout import DTYPE_BYTES, KVLayout
+from common.errors import ConfigError
+from common.kv_layout import DTYPE_BYTES, FP8_DTYPE, KVLayout
+from engine.config import LATENT_FP8
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource, open_model
@@ -80,12 +82,15 @@ def model_size(
     source = open_model(model_dir, form=weights)
     shape = Shard(0, ranks).shard_spec(source.spec)
     stored = dtype if kv_dtype == "auto" else kv_dtype
+    if shape.latent_dim and stored == FP8_DTYPE:
+        raise ConfigError(LATENT_FP8, field="kv_dtype")
     layout = KVLayout(
         model="",
         revision="",
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+        latent_dim=shape.latent_dim,
         block_size=block_size,
         dtype=stored,
     )
@@ -103,7 +108,9 @@ def _native(spec: ModelSpec, source: ModelSource, dtype: str) -> ModelSize:
     for prefix, linear in model.linears():
         if linear is model.head:
             continue
-        scheme = None if quantization is None else quantization.scheme_of(prefix + next(iter(linear.parts)))
+        # A plain layer is dequantised when it is loaded.
+        read = None if linear.plain else quantization
+        scheme = None if read is None else read.scheme_of(prefix + next(iter(linear.parts)))
         fp8 |= scheme is not None and scheme.kind == "fp8" and scheme.activations != "none"
         outputs, inputs = linear.out_features, linear.in_features
         dense += _weight_bytes(outputs, inputs, scheme, itemsize) + (
@@ -195,5 +202,6 @@ def _weight_bytes(outputs: int, inputs: int, scheme: Scheme | None, itemsize: in
         scales = math.ceil(outputs / BLOCK) * math.ceil(inputs / BLOCK)
     else:
         scales = outputs * (inputs // scheme.group_size if scheme.extent == "group" else 1)
-    zeros = 0 if scheme.symmetric else scales
+    # Most GPTQ checkpoints are symmetric, and the reader drops their zeros.
+    zeros = 0 if scheme.symmetric or scheme.layout == "gptq" else scales
     return outputs * inputs * KIND_BYTES[scheme.kind] + scales * SCALE_BYTES + zeros

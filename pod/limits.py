@@ -7,7 +7,7 @@ batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, ModelNotFound
@@ -25,6 +25,7 @@ class PodLimits:
     max_model_len: int  # Prompt plus output tokens
     block_size: int
     num_blocks: int  # Blocks of the whole pool
+    find_adapter: Callable[[str], object]  # Raises InvalidRequest for the digest of an adapter that the pod lacks
 
     def check(self, request: ValidRequest, *, generates: bool) -> None:
         """Raises InvalidRequest or ModelNotFound, with the field, if this pod can never serve the request.
@@ -35,6 +36,8 @@ class PodLimits:
             raise InvalidRequest("the request has no id", field="request_id")
         if request.model != self.served_name:
             raise ModelNotFound(f"this pod serves {self.served_name!r}, not {request.model!r}", field="model")
+        if request.adapter:
+            self.find_adapter(request.adapter)
         if request.prompt_len == 0:
             raise InvalidRequest("the prompt is empty", field="prompt_ids")
         length = request.context_len

@@ -95,6 +95,7 @@ class PodRuntime:
             max_model_len=engine.max_model_len,
             block_size=engine.layout.block_size,
             num_blocks=engine.pool.counts().total,
+            find_adapter=engine.find_adapter,
         )
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
         self.engine_loop = EngineLoop(engine, self._on_step)

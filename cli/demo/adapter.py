@@ -38,14 +38,17 @@ def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 def write_random_adapter(model_dir: Path, directory: Path, *, rank: int, seed: int, size: float = 1.0) -> Path:
     """Writes an adapter of all matrices of the layers and returns its directory.
 
-    size: about the ratio of the change to the weight. Raises ConfigError if the model is not native.
+    size: about the ratio of the change to the weight. Raises ConfigError if the model is not native or has latents.
     """
     import torch
     from safetensors.torch import save_file
 
     from engine.models.spec import parse_spec, read_config
 
-    shapes = module_shapes(parse_spec(*read_config(model_dir)))
+    spec = parse_spec(*read_config(model_dir))
+    if spec.latent_dim:
+        raise ConfigError("adapters over a model with latent attention are not supported", field="model")
+    shapes = module_shapes(spec)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, (inputs, outputs) in shapes.items():

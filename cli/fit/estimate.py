@@ -93,7 +93,8 @@ def prompt_s(size: ModelSize, card: Card, tokens: int) -> float:
         seconds += PROMPT_S + _join(size.read_bytes(step) / read, products) + _all_reduce_s(size, step)
         left -= step
     shape = size.shape
-    attention = 4 * shape.num_heads * shape.head_dim * size.attended_pairs(tokens)
+    widths = shape.head_dim + (shape.latent_dim or shape.head_dim)  # Of a key and a value
+    attention = 2 * shape.num_heads * widths * size.attended_pairs(tokens)
     return seconds + attention / card.attention_flop_s
 
 

@@ -42,8 +42,8 @@ _REFUSED = {
     "alora_invocation_tokens": "activated LoRA begins in the middle of a prompt",
     "megatron_config": "the layers are Megatron's",
 }
-#: Initialisations that change the weights of the base.
-_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+#: Initialisations by name that keep the weights of the base. Others, such as PiSSA, change them.
+_SAME_BASE = ("gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,9 @@ def _read_config(file: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         raise _error(file, f"bias is {config['bias']!r}: expected 'none'")
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
-        raise _error(file, f"init_lora_weights is {start!r}: the adapter belongs to a base with other weights")
+    if isinstance(start, str) and start.lower() not in _SAME_BASE:
+        expected = f"expected a boolean or one of {', '.join(_SAME_BASE)}, which keep the weights of the base"
+        raise _error(file, f"init_lora_weights is {start!r}: {expected}")
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(name) or {}, dict):
             raise _error(file, f"{name}: expected an object")

@@ -51,7 +51,7 @@ class AdaptedSequence(Protocol):
 def sites_of(model: Model) -> DecoderSites:
     """Returns the sites of a model. Raises ConfigError if adapters over it are not supported."""
     if not isinstance(model, Decoder):
-        raise _unsupported("a model that transformers computes, or that several ranks compute,")
+        raise _unsupported("a model that transformers computes")
     layers: list[tuple[Attention, nn.Module]] = []
     for layer in model.layer_list:
         if isinstance(layer.attention, LatentAttention):
@@ -186,10 +186,11 @@ class AdapterSlots:
         if not free:
             return None
         slot = min(free, key=lambda slot: (self.adapters[slot] is not None, self._used_at[slot]))
-        self.adapters[slot] = adapter
-        self.loads += 1
+        self.adapters[slot] = None  # stays so if the copy fails
         if self.memory is not None and self._stream is not None:
             self._copy(adapter, slot, self.memory, self._stream)
+        self.adapters[slot] = adapter
+        self.loads += 1
         return slot
 
     def _copy(self, adapter: Adapter, slot: int, memory: SlotMemory, stream: torch.cuda.Stream) -> None:

@@ -107,9 +107,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.quantized_bytes = (
-            0  #: Bytes of the quantised linear layers, as they were loaded. Experts: `quantized_size`.
-        )
+        #: Bytes of the quantised linear layers, as they were loaded. Experts: `quantized_size`.
+        self.quantized_bytes = 0
         with torch.device("meta"):
             self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))

@@ -100,6 +100,8 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
         raise draft_error(f"EAGLE head: {error.message}") from error
     if layer.num_layers != 1:
         raise draft_error(f"EAGLE head: {layer.num_layers} layers are not supported, one is needed")
+    if layer.latent_dim:
+        raise draft_error("EAGLE head: a layer with latent attention (MLA) is not supported")
     if layer.moe is not None:
         raise draft_error("EAGLE head: a layer with experts is not supported")
     if layer.qk_norm:

@@ -116,7 +116,8 @@ def _gains_nothing_by_threads(linear: Linear) -> bool:
     """Returns whether a product of one row is as fast on one thread, or chooses its threads itself."""
     if linear.scales is not None:
         return True
-    return linear.row_weight is not None and linear.row_weight.nbytes <= MAX_ONE_THREAD_BYTES
+    weight = linear.weight if linear.plain else linear.row_weight
+    return weight is not None and weight.nbytes <= MAX_ONE_THREAD_BYTES
 
 
 def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:

@@ -235,7 +235,7 @@ class ModelRunner:
         tokens = np.zeros(ends[-1], dtype=np.int64)
         ids, positions, logits_indices = upload([tokens, token_positions(shape), last], self._device)
         all_tokens = len(last) == len(ids)
-        # Slot 0 is empty now, or its adapter changes what nobody reads.
+        # With adapters the step runs a second time, with slot 0 for all tokens. Its results are not used.
         for slots in (None,) if self._adapters is None else (None, tokens):
             adapters = self._step_adapters(slots, None if all_tokens else last)
             hidden, _ = self._forward(shape, ids, positions, None if all_tokens else logits_indices, adapters=adapters)

@@ -63,6 +63,20 @@ class TestAdmission:
             assert caught.value.field == field
             await cluster.abort(held.request_id)
 
+    async def test_an_adapter_that_a_pod_lacks_is_refused_at_once(self, model_dir: Path) -> None:
+        async with Cluster.start(model_dir) as cluster:
+            r = replace(request(prompt_of(9)), adapter="0" * 32)
+            for remote_only in (False, True):
+                with pytest.raises(InvalidRequest) as caught:
+                    await cluster.reserve(r, remote_only=remote_only)
+                assert caught.value.field == "adapter"
+            assert cluster.decode.runtime.engine.pool.counts().leased == 0
+            with pytest.raises(InvalidRequest) as caught, translate_rpc_errors():
+                await cluster.prefill.prefill.Prefill(
+                    prefill_pb2.PrefillRequest(request=request_to_pb(r)), timeout=30
+                ).read()
+            assert caught.value.field == "adapter"
+
     @pytest.mark.parametrize("name", ["properties", "rules", "terminals in brackets", "conditions"])
     async def test_a_grammar_that_would_overflow_the_stack_is_refused_by_both_roles(
         self, model_dir: Path, name: str

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,3 +76,22 @@ def test_the_slot_that_was_used_longest_ago_is_evicted() -> None:
     assert set(slots.adapters) == {a, c}
     slots.assign([], [sequence(a)])
     assert slots.loads == 3
+
+
+def test_a_slot_whose_copy_failed_has_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next sequence would compute with the weights of the adapter before it."""
+    slots, adapter = slots_of_two(), object()
+    slots.memory, slots._stream = SimpleNamespace(), SimpleNamespace()  # type: ignore[assignment]
+    copies: list[int] = []
+
+    def copy(_adapter: object, slot: int, *_: object) -> None:
+        copies.append(slot)
+        if len(copies) == 1:
+            raise RuntimeError("the copy failed")
+
+    monkeypatch.setattr(slots, "_copy", copy)
+    with pytest.raises(RuntimeError):
+        slots.assign([], [sequence(adapter)])
+    assert slots.adapters == [None, None]
+    slots.assign([], [sequence(adapter)])
+    assert copies == [0, 0]

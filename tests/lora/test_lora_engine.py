@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cli.demo.adapter import write_random_adapter
 from common.errors import ConfigError, InvalidRequest
+from common.grammar.compiler import from_regex
 from common.types import SamplingParams
 from engine.llm import LLM, Completion
 from tests.lora.lora_rig import DOWN, GATE, LAYER_MODULES, OUT, UP, Q, V, merge, save_adapter
-from tests.rigs.engine.draft_models import draft_settings, tiny_target
+from tests.rigs.engine.draft_models import BYTES, byte_tokenizer, draft_settings, tiny_target
 from tests.rigs.engine.tiny_models import MOE_CASES, TINY_ENGINE, save_reference, tiny_prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
@@ -196,9 +199,57 @@ def test_a_name_that_gets_another_adapter(oracle: Oracle) -> None:
         answers(llm, ["mine"], [prompt])
 
 
+def test_a_name_that_is_removed_while_requests_are_made(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread removes it after the call has read it: the call goes on with the adapter that it read."""
+    llm = make_llm(oracle)
+    make = llm.engine.new_sequence
+
+    def remove_first(*args: Any, **kwargs: Any) -> Any:
+        if "all" in llm.engine.adapters.all():
+            llm.remove_adapter("all")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(llm.engine, "new_sequence", remove_first)
+    oracle.check(answers(llm, ["all"], [tiny_prompt(9, seed=1)])[0], "all")
+    with pytest.raises(InvalidRequest, match="unknown adapter 'all'"):
+        answers(llm, ["all"], [tiny_prompt(9, seed=1)])
+
+
+def test_blocks_come_back_from_host_memory_for_their_adapter(oracle: Oracle) -> None:
+    """The pool has room for one prompt, so each answer moves the blocks of the one before to host memory."""
+    block_bytes = make_llm(oracle, num_blocks=24).engine.layout.block_bytes
+    llm, prompt = make_llm(oracle, num_blocks=24, host_cache=200 * block_bytes, checksums=True), tiny_prompt(40, seed=3)
+    for name in (*NAMES, *NAMES):
+        oracle.check(answers(llm, [name], [prompt])[0], name)
+        assert llm.engine.pool.host_tier is not None
+        assert llm.engine.pool.host_tier.wait_idle(20.0)
+    stats = llm.engine.pool.host_stats()
+    assert stats is not None
+    assert stats.loaded > 0
+    llm.engine.close()
+
+
+def test_answers_of_adapters_match_their_grammar(tmp_path: Path) -> None:
+    directory = tiny_target(tmp_path / "model", vocab=BYTES)
+    byte_tokenizer(directory)
+    llm = LLM(directory, **TINY_ENGINE, num_blocks=64, max_adapters=1)
+    for seed in range(2):
+        path = write_random_adapter(directory, tmp_path / str(seed), rank=4, seed=seed, size=0.2)
+        llm.add_adapter(path, str(seed))
+    grammar = from_regex("[a-z]{3}-[0-9]{4}", field="grammar")
+    sampling = SamplingParams(temperature=0.0, max_tokens=16)
+    done = llm.generate([[3, 4, 5]] * 3, sampling, grammar=grammar, adapter=[None, "0", "1"], show_progress=False)
+    assert all(re.fullmatch("[a-z]{3}-[0-9]{4}", completion.text) for completion in done)
+    assert len({completion.text for completion in done}) == 3
+    llm.engine.close()
+
+
 def test_without_room_for_adapters(oracle: Oracle, tmp_path: Path) -> None:
     llm = LLM(oracle.directory, **TINY_ENGINE, num_blocks=16)
     with pytest.raises(InvalidRequest, match="set max_adapters"):
         llm.add_adapter(oracle.adapters["all"], "all")
     with pytest.raises(ConfigError, match="deterministic"):
         LLM(oracle.directory, **TINY_ENGINE, num_blocks=16, max_adapters=1, deterministic=True)
+    with pytest.raises(ConfigError, match="several ranks compute are not supported") as refused:
+        LLM(oracle.directory, **TINY_ENGINE, num_blocks=16, max_adapters=1, tensor_parallel_size=2)
+    assert refused.value.field == "max_adapters"

@@ -90,6 +90,7 @@ def test_ranks_and_scales_of_patterns(tmp_path: Path) -> None:
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga'"),
         ({"r": 0}, "is 0: expected 1 to 256"),
         ({"r": 300}, "is 300: expected 1 to 256"),
         ({"r": 70}, "raise max_adapter_rank, which is 64"),

@@ -11,19 +11,32 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli.demo.adapter import write_random_adapter
 from common.errors import ConfigError, LayoutMismatch
 from common.kv_layout import KVLayout
 from common.types import SamplingParams
 from common.wire import layout_from_pb, layout_to_pb
 from engine.llm import LLM
+from engine.models.cpu_weights import can_pack
 from engine.models.decoder import Decoder
+from engine.models.eagle import parse_eagle_spec
 from engine.models.layers import LatentAttention
 from engine.models.loader import model_support, open_model
 from engine.models.spec import LatentModelSpec, NotNative, Shard, parse_spec
 from engine.quantization.at_load import quantize
 from engine.quantization.scheme import Scheme
 from engine.speculation.draft_source import open_draft
-from tests.rigs.engine.tiny_models import CPU, MOE_CASES, TINY_ENGINE, YARN, Rig, save_reference, tiny_prompt
+from tests.rigs.engine.draft_models import eagle_head
+from tests.rigs.engine.tiny_models import (
+    CPU,
+    MOE_CASES,
+    TINY_ENGINE,
+    YARN,
+    Rig,
+    assert_greedy,
+    save_reference,
+    tiny_prompt,
+)
 
 torch.set_num_threads(1)
 V2, V3 = MOE_CASES["deepseek-v2"], MOE_CASES["deepseek-v3"]
@@ -207,6 +220,45 @@ def test_kv_in_8_bits_draft_models_and_fixed_order_are_refused(tmp_path: Path) -
     options: dict[str, Any] = {"load_format": "auto", "seed": 0, "max_len": 64}
     with pytest.raises(ConfigError, match=r"DeepseekV2ForCausalLM has latent attention \(MLA\), use another"):
         open_draft("draft_model", tmp_path, target, tmp_path, **options)
+
+
+def test_adapters_and_heads_with_latents_are_refused(tmp_path: Path) -> None:
+    save_reference(tmp_path, V2)
+    with pytest.raises(ConfigError, match="a model with latent attention are not supported: leave it 0") as refused:
+        LLM(tmp_path, num_blocks=8, max_adapters=1, **TINY_ENGINE)
+    assert refused.value.field == "max_adapters"
+    with pytest.raises(ConfigError, match="latent attention"):
+        write_random_adapter(tmp_path, tmp_path / "adapter", rank=4, seed=0)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 1}
+    with pytest.raises(ConfigError, match=r"EAGLE head: a layer with latent attention \(MLA\)") as refused:
+        parse_eagle_spec(config)
+    assert refused.value.field == "speculation_model"
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+def test_drafts_of_other_models_and_heads_are_exact(kind: str, tmp_path: Path) -> None:
+    """Blocks hold latents of the target, and keys and values of the draft."""
+    reference, draft = save_reference(tmp_path / "model", V3), tmp_path / "draft"
+    if kind == "eagle":
+        eagle_head(draft, vocab=160, hidden=64)
+    else:
+        save_reference(draft, {"model_type": "llama"})
+    options = {"speculation": kind, "speculation_model": draft, "num_blocks": 60}
+    llm = LLM(tmp_path / "model", **options, **TINY_ENGINE)
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
+    for completion in llm.generate([tiny_prompt(n, seed=n) for n in (37, 5, 1)], params, ignore_eos=True):
+        assert_greedy(reference, completion.prompt_ids, completion.tokens)
+    llm.engine.close()
+
+
+@pytest.mark.skipif(not can_pack(torch.float32), reason="the weights of this torch are not packed")
+def test_one_token_of_a_small_model_runs_on_one_thread(tmp_path: Path) -> None:
+    save_reference(tmp_path, V3 | {"first_k_dense_replace": 3})
+    model = open_model(tmp_path).load(64, CPU, torch.float32)
+    assert isinstance(model, Decoder)
+    model.pack(keep_head=False)
+    assert model._row_ops is not None
+    assert model._row_ops._is_small
 
 
 def test_baton_models_names_the_kv_of_a_token(tmp_path: Path) -> None:

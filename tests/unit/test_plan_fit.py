@@ -16,6 +16,7 @@ from cli.app import app
 from cli.fit.cards import CARDS, Card, load_card, parse_card, write_card
 from cli.fit.estimate import Fit, Load, best_of, candidates, decode_s, prompt_s, sizes_of
 from common.errors import ConfigError
+from common.kv_layout import KVLayout
 from engine.card_rates import measure
 from engine.model_size import ModelSize, model_size
 from engine.models.decoder import Decoder
@@ -104,11 +105,29 @@ def test_bytes_are_those_of_the_loaded_model(case: str, tmp_path: Path) -> None:
     assert model_size(path, dtype="float32", weights=form).weight_bytes == loaded_bytes(path, form)
 
 
+LATENT = {**TINY, **MOE_CASES["deepseek-v3"], "architectures": ["DeepseekV3ForCausalLM"]}
+
+
+def test_latents_take_the_bytes_of_one_vector(tmp_path: Path) -> None:
+    path, block = directory(tmp_path, LATENT), 64
+    layout = KVLayout("m", "r", 3, 1, 40, block, "float32", latent_dim=32)
+    assert model_size(path, dtype="float32", block_size=block).kv_bytes == layout.block_bytes / block
+    with pytest.raises(ConfigError, match="latent attention") as refused:
+        model_size(path, dtype="float32", kv_dtype="float8_e4m3")
+    assert refused.value.field == "kv_dtype"
+
+
+def test_the_matrices_of_the_absorbed_form_are_not_quantised(tmp_path: Path) -> None:
+    path = directory(tmp_path, LATENT | {"first_k_dense_replace": 3})
+    assert model_size(path, dtype="float32", weights="fp8").weight_bytes == loaded_bytes(path, "fp8")
+
+
 ARCHITECTURES = {
     "qwen3-moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4-moe": "Glm4MoeForCausalLM",
+    "deepseek-v3": "DeepseekV3ForCausalLM",
 }
 
 
