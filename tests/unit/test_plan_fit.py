@@ -120,6 +120,27 @@ def test_bytes_of_experts_are_those_of_the_loaded_model(family: str, tmp_path: P
     assert size.read_bytes(1) < size.read_bytes(64) <= size.dense_bytes + size.expert_bytes
 
 
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3"])
+def test_a_model_with_latent_attention_keeps_one_vector_a_token(family: str, tmp_path: Path) -> None:
+    case = MOE_CASES[family]
+    config = {**TINY, **case, "architectures": [f"DeepseekV{family[-1]}ForCausalLM"]}
+    path = directory(tmp_path, {key: value for key, value in config.items() if key != "head_dim"})
+    size = model_size(path, dtype="float32")
+    numbers = case["kv_lora_rank"] + case["qk_rope_head_dim"]
+    assert size.kv_bytes == TINY["num_hidden_layers"] * numbers * 4
+    assert size.weight_bytes == loaded_bytes(path, "auto")
+    with pytest.raises(ConfigError, match="latent"):
+        model_size(path, dtype="float32", kv_dtype="float8_e4m3")
+
+
+def test_experts_of_gptq_are_counted_in_4_bits(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "quantization_config": GPTQ}
+    path = directory(tmp_path, {**TINY, **MOE_CASES["qwen3-moe"], **sizes, "architectures": ["Qwen3MoeForCausalLM"]})
+    size = model_size(path, dtype="bfloat16")
+    numbers = size.num_experts * size.moe_layers * 3 * 64 * 64
+    assert size.expert_bytes == numbers * (0.5 + 5 / 32)  # 4 bits, and a float32 scale and a zero for 32 numbers
+
+
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     config = {
         "model_type": "gpt_neox",
