@@ -203,3 +203,35 @@ def test_what_a_request_asks_for() -> None:
     assert Retention.of(request) is None
     assert Retention.of(replace(request, cache_priority=-1)) == Retention(Priority.LOW)
     assert Retention.of(replace(request, cache_priority=2, cache_ttl_s=60)) == Retention(Priority.PINNED, 60.0)
+
+
+def test_pins_whose_time_is_over_leave_room_for_others() -> None:
+    clock, cache = Clock(), PrefixCache(8)
+    cache.evictable = order = LeafOrder("lru", 8, 2, clock)
+    for block in range(5):
+        cache.register(block, bytes([block]), -1)
+    cache.retain([0, 1], Retention(Priority.PINNED, ttl_s=10))
+    clock.now = 11
+    cache.retain([2, 3], Retention(Priority.PINNED))
+    cache.retain([4], Retention(Priority.HIGH))
+    cache.mark_idle([2, 3, 4, 0, 1], None)
+    assert [cache.evict()[0] for _ in range(5)] == [0, 1, 4, 2, 3]
+    assert not order.inconsistencies()
+
+
+@pytest.mark.parametrize("rematched", [False, True])
+def test_a_retention_holds_for_blocks_that_another_request_has_computed_meanwhile(rematched: bool) -> None:
+    pool, prompt = BlockPool(8, SIZE, max_pinned=8), chain(1, 2)
+    first, second = pool.lease(prompt, 2), pool.lease(prompt, 2, retention=Retention(Priority.HIGH))
+    assert first is not None
+    assert second is not None
+    first.publish(prompt)
+    if rematched:
+        assert second.rematch(prompt) == 2
+    second.publish(prompt)
+    first.finish("done")
+    second.finish("done")
+    for page in range(100, 120):
+        serve(pool, chain(page, page, page))
+    assert pool.match_prefix(prompt) == 2
+    pool.check_integrity()
