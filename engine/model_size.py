@@ -77,6 +77,7 @@ def model_size(
     `weights` is the setting of this name, and `kv_dtype` a dtype of the KV layout or auto.
     """
     source = open_model(model_dir, form=weights)
+    source.check_layers()
     shape = Shard(0, ranks).shard_spec(source.spec)
     if shape.latent_dim and kv_dtype != "auto":
         raise ConfigError(f"kv_dtype {kv_dtype} is not supported with latent attention: use auto", field="kv_dtype")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,24 @@ def test_wrong_options_are_named(argv: tuple[str, ...], field: str, tmp_path: Pa
 def test_an_option_of_the_simulation_is_refused_before_fit() -> None:
     result = CliRunner().invoke(app, ["plan", "--trace", "x", "fit"])
     assert isinstance(result.exception, ConfigError)
+
+
+def test_flags_give_the_pod_the_pool_of_the_estimate(tmp_path: Path) -> None:
+    path = directory(tmp_path, SHAPES["llama-3.1-8b"].config)
+    argv = ("--model", str(path), "--context", "4k", "--users", "4", "--json", "--gpu")
+    assert "--gpu-memory-utilization 0.8" in json.loads(run(*argv, "h200", "--share", "0.8").output)["best"]["flags"]
+    cpu = replace(CARDS["h200"], name="machine", device="cpu", memory_bytes=48 << 30, fp8_flop_s=0.0)
+    write_card(cpu, tmp_path / "card.json")
+    best = json.loads(run(*argv, str(tmp_path / "card.json")).output)["best"]
+    assert best["fits"]
+    assert f"--kv-memory {int(best['pool_bytes']) >> 20}MiB" in best["flags"]  # the default is 512M on a CPU
+
+
+def test_ranks_on_cpus_share_one_memory(tmp_path: Path) -> None:
+    cpu = replace(CARDS["h200"], device="cpu", memory_bytes=16 << 30, fp8_flop_s=0.0)
+    found = found_for(tmp_path, "llama-3.1-8b", cpu, Load(context=4096, prompt=4096, users=4))
+    assert {setup.ranks for setup in found} == {1}
+    assert not best_of(found).fits
 
 
 # -- measured cards
