@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
 
 from common.types import SamplingParams, ValidRequest
-from engine.kv.blocks import BlockPool
+from engine.kv.blocks import BlockPool, Lease
 from engine.kv.eviction import LeafOrder, Priority, Retention
 from engine.kv.prefix_cache import PrefixCache
+from tests.unit.test_block_pool import PoolMachine
 
 SIZE = 4  # Tokens of a block
 POLICIES: list[str] = ["lru", "gdsf", "s3fifo"]
@@ -83,6 +87,38 @@ def test_the_pool_stays_consistent_and_prefix_closed(
     for index, block_hash in enumerate(gone):
         assert parents[block_hash] not in gone[:index]
     pool.check_integrity()
+
+
+OVER = 1e-9  # Seconds: a time to live that has ended at the next call
+TURNS = [
+    None,
+    Retention(Priority.PINNED),
+    Retention(Priority.LOW),
+    Retention(Priority.HIGH, OVER),
+    None,
+    Retention(Priority.PINNED, OVER),
+    Retention(Priority.HIGH),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_use_with_retentions_agrees_with_the_model_of_the_pool(policy: str) -> None:
+    """The random use of the pool's own test, by requests that ask for retentions in turn."""
+
+    class RetainingPool(BlockPool):
+        wanted = itertools.cycle(TURNS)
+
+        def lease(self, *args: Any, **more: Any) -> Lease | None:
+            return super().lease(*args, retention=next(self.wanted), **more)
+
+    class Machine(PoolMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            callbacks: Any = {"on_stored": self.stored, "on_evicted": self.evicted}
+            self.pool = RetainingPool(self.SIZE, 4, policy=policy, max_pinned=3, **callbacks)
+            self.pool.wanted = itertools.cycle(TURNS)
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
 
 
 @given(st.lists(PROMPTS, max_size=30), st.integers(5, 10))
