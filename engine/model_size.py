@@ -14,12 +14,10 @@ from engine.config import LATENT_FP8
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource, open_model
-from engine.models.moe import Experts
 from engine.models.spec import ModelSpec, Shard
-from engine.quantization.scheme import Quantization, Scheme
+from engine.quantization.scheme import Scheme
 from engine.quantization.weight import BLOCK
 
-MXFP4_BYTES = 17 / 32  # Bytes of a weight: 4 bits, and a byte for 32 of them.
 SCALE_BYTES = 4  # Scales of quantised weights are float32.
 KIND_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5}
 
@@ -80,6 +78,7 @@ def model_size(
     `weights` is the setting of this name, and `kv_dtype` a dtype of the KV layout or auto.
     """
     source = open_model(model_dir, form=weights)
+    source.check_layers()
     shape = Shard(0, ranks).shard_spec(source.spec)
     stored = dtype if kv_dtype == "auto" else kv_dtype
     if shape.latent_dim and stored == FP8_DTYPE:
@@ -119,12 +118,14 @@ def _native(spec: ModelSpec, source: ModelSource, dtype: str) -> ModelSize:
         token_weights += outputs * inputs
     moe = spec.moe
     for prefix, experts in model.experts():
-        scheme = _expert_scheme(experts, prefix, quantization)
-        fp8 |= scheme is not None and scheme.kind == "fp8" and scheme.activations != "none"
-        weights = len(experts.down) * 3 * experts.size * experts.hidden
-        size = itemsize if scheme is None else KIND_BYTES[scheme.kind]
         assert moe is not None
-        expert += weights * (MXFP4_BYTES if moe.mxfp4 else size)
+        names = [] if quantization is None else experts.projection_names()
+        if quantization is not None and names:
+            with torch.device("meta"):
+                experts.set_scheme({name: quantization.scheme_of(prefix + name) for name in names}, keep=True)
+        fp8 |= experts.scheme is not None and experts.scheme.kind == "fp8" and experts.scheme.activations != "none"
+        expert += sum(parameter.nbytes for parameter in experts.parameters())
+        weights = len(experts.down) * 3 * experts.size * experts.hidden
         # Experts that a rank holds whole serve its share of the tokens.
         token_weights += weights * moe.top_k / moe.num_experts
     head = float(spec.vocab_size * spec.hidden_size)
@@ -181,17 +182,6 @@ def _foreign(shape: ModelShape, source: ModelSource, dtype: str) -> ModelSize:
         weights_text="",
         ranks=1,
     )
-
-
-def _expert_scheme(experts: Experts, prefix: str, quantization: Quantization | None) -> Scheme | None:
-    """Returns the scheme in which a GPU keeps experts; None: in the model's dtype. Only FP8 is kept."""
-    names = experts.projection_names()
-    if quantization is None or not names:
-        return None
-    scheme = quantization.scheme_of(prefix + names[0])
-    if scheme is None or scheme.kind != "fp8" or (scheme.extent == "block" and experts.size % BLOCK):
-        return None
-    return scheme
 
 
 def _weight_bytes(outputs: int, inputs: int, scheme: Scheme | None, itemsize: int) -> float:

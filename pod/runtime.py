@@ -441,7 +441,7 @@ class PodRuntime:
             load=load_to_pb(self.load()),
             activity=self.metrics.activity(None if self._gpu is None else self._gpu.reading()),
             pairs=self.transfer_node.pair_stats(),
-            pulls=self.role.current is Role.PREFILL and self.config.pull != "off",
+            pulls=self.role.current is Role.PREFILL and self.config.pulls_prefixes,
             late_targets=self.role.current is Role.PREFILL,
         )
 

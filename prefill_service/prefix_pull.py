@@ -47,7 +47,7 @@ class PrefixPuller:
     async def pull(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
         """Pulls what `hint` offers and returns whether a holder was asked. Raises only CancelledError."""
         metrics = self._pod.metrics
-        if self._pod.config.pull == "off":
+        if not self._pod.config.pulls_prefixes:
             metrics.pulls.labels("skipped", "off").inc()
             return False
         hashes = self._pod.prompt_hashes(request, hint.blocks)

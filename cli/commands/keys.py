@@ -43,6 +43,9 @@ def keys_create(
     priority: Annotated[
         int, typer.Option(metavar="N", help="Priority of its requests; also the highest that they may set.")
     ] = 0,
+    cache_priority: Annotated[
+        int, typer.Option(min=-1, max=2, metavar="N", help="The same for the cached blocks of its requests (-1 to 2).")
+    ] = 0,
     model: Annotated[
         list[str] | None, opt("A model that it may use; may be repeated; default: all.", metavar="NAME")
     ] = None,
@@ -83,6 +86,7 @@ def keys_list(api_keys: KeyStore = None, redis: Redis = None) -> None:
         allows = [
             "admin" if record.admin else "",
             f"priority {record.priority}" if record.priority else "",
+            f"cache priority {record.cache_priority}" if record.cache_priority else "",
             f"weight {record.weight:g}" if record.weight != 1 else "",
             "own cache" if record.isolated else "",
             " ".join(record.models) or "all models",

@@ -95,7 +95,7 @@ def fit(
 def run_fit(*, as_json: bool, **flags: str | None) -> int:
     """Runs `baton plan fit` with the flags as typed; returns 0, or 1 if some users do not fit. Raises ConfigError."""
     from cli.fit.cards import load_card
-    from cli.fit.estimate import Load, best_of, candidates, sizes_of
+    from cli.fit.estimate import DEFAULT_SHARE, Load, best_of, candidates, sizes_of
     from cli.fit.table import document, show
     from common.model.directory import resolve_model
     from engine.model_size import model_size
@@ -108,7 +108,7 @@ def run_fit(*, as_json: bool, **flags: str | None) -> int:
     directory = path if path.is_dir() else resolve_model(model, tokenizer=False, weights=False)
     sizes = sizes_of(model_size, directory, card.dtype)
     ranks = None if gpus is None else _whole("gpus", gpus, 1, 64)
-    part = _number("share", share, 0.9)
+    part = _number("share", share, DEFAULT_SHARE)
     if not 0 < part <= 1:
         raise ConfigError(f"--share must be above 0 and at most 1, not {part:g}", field="share")
     longest = sizes().shape.max_position

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it loads torch
 READ_OVER_COPY = 1.057  # A kernel that only reads is faster than a copy: 4.50 against 4.26 TB/s on an H200.
 PRODUCT_OVERHEAD = 1.16  # Products of a prompt step take this multiple of one large product.
 JOIN = 1.5  # Exponent of the power mean.
-LAYER_S, MOE_LAYER_S = 20e-6, 38e-6  # Seconds of a decode step per layer beside reading and computing.
+LAYER_S, MOE_LAYER_S = 20e-6, 31e-6  # Seconds of a decode step per layer beside reading and computing.
 BATCH_LAYER_S = 6e-6  # More per layer with more than one row: products of one row have kernels of their own.
 ROW_LAYER_S = 0.16e-6  # Seconds of a decode step per row and layer: attention, norms, sampling.
 PROMPT_S = 1.5e-3  # Seconds of a prompt step beside its products and attention.
@@ -35,6 +35,7 @@ GPU_STEP_TOKENS, CPU_STEP_TOKENS = 16384, 256  # Largest step: a prompt that is 
 DRIVER_BYTES = 700 << 20  # Driver, CUDA libraries and what they reserve.
 RESERVED_BYTES = 256 << 20
 GRAPH_BYTES = 1 << 30  # Captured graphs with the default of --max-seqs.
+DEFAULT_SHARE = 0.9  # Of --gpu-memory-utilization.
 DEFAULT_MAX_SEQS = {"cuda": 256, "cpu": 64}
 
 
@@ -162,7 +163,8 @@ def candidates(
     the error is raised if every setup is refused.
     """
     found, refused = list[Fit](), list[ConfigError]()
-    counts = [ranks] if ranks else [2**power for power in range(MAX_RANKS.bit_length())]
+    most = 1 if card.device == "cpu" else MAX_RANKS  # ranks on CPUs share one memory
+    counts = [ranks] if ranks else [2**power for power in range(most.bit_length())]
     for count in counts:
         for kv_dtype, weights in FORMS:
             if "fp8" in kv_dtype + weights and not card.fp8_flop_s:
@@ -172,7 +174,7 @@ def candidates(
             except ConfigError as error:
                 refused.append(error)
                 continue
-            flags = _flags(kv_dtype, weights, count, load, card)
+            flags = (*_flags(kv_dtype, weights, count, load, card), *_pool_flags(size, card, share))
             found.append(fit(size, card, load, share, flags))
         if any(setup.fits for setup in found):
             break
@@ -194,6 +196,14 @@ def _flags(kv_dtype: str, weights: str, ranks: int, load: Load, card: Card) -> t
     flags += [f"--weights {weights}"] if weights != "auto" else []
     flags += [f"--max-seqs {load.users}"] if load.users > DEFAULT_MAX_SEQS[card.device] else []
     return tuple(flags)
+
+
+def _pool_flags(size: ModelSize, card: Card, share: float) -> tuple[str, ...]:
+    """Returns the setting with which a pod takes the pool that the estimate has."""
+    if card.device == "cpu":
+        pool = pool_bytes(size, card, share)
+        return (f"--kv-memory {int(pool) >> 20}MiB",) if pool > 0 else ()
+    return (f"--gpu-memory-utilization {share:g}",) if share != DEFAULT_SHARE else ()
 
 
 def sizes_of(model_size: Callable[..., ModelSize], model_dir: object, dtype: str) -> Callable[..., ModelSize]:

@@ -321,6 +321,11 @@ class PodConfig(
     )
     metrics_port: int = setting(kinds.PORT, 0, "Prometheus port; default: off", per_process=True)
 
+    @property
+    def pulls_prefixes(self) -> bool:
+        """Whether this pod takes cached prefixes from other pods; without a prefix cache it could not keep them."""
+        return self.pull != "off" and self.prefix_cache
+
     def resolve_name(self) -> str:
         """Returns the configured name, or ROLE-HOST-PORT. With port 0 every call returns another name."""
         if self.name is not None:

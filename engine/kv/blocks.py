@@ -546,6 +546,7 @@ class Lease:
                     stored.append(block_hash)
                 elif canonical != block:  # equal if a fork of this lease has registered it
                     duplicates.append(self._replace(i, canonical))
+                    pool._cache.retain([canonical], self.retention)
                 self.num_published = i + 1
             pool._release_after_steps(duplicates)
             if stored:
@@ -565,6 +566,7 @@ class Lease:
                 if canonical is None or pool._writers[self.blocks[i]]:
                     break
                 duplicates.append(self._replace(i, canonical))
+                pool._cache.retain([canonical], self.retention)
                 self.num_published = self.cached_blocks = i + 1
             pool._release_after_steps(duplicates)
             return self.cached_blocks

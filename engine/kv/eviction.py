@@ -204,7 +204,7 @@ class LeafOrder:
 
         A block keeps the highest retention that one of its requests asks for. A time to live begins again.
         """
-        now = self._now()
+        self._end_retentions()  # pins whose time is over make room
         for block in blocks:
             fresh, self._fresh[block] = self._fresh[block], 0
             if not fresh:
@@ -212,9 +212,6 @@ class LeafOrder:
             wanted, ttl_s, mine = retention.priority, retention.ttl_s, self._ttl_s[block]
             if wanted is Priority.PINNED and self._priority[block] != wanted and self._pinned >= self._max_pinned:
                 wanted = Priority.HIGH
-            if mine is not None and self._expires[block] <= now:
-                self._set_retention(block, Priority.NORMAL, None)
-                mine = None
             if fresh or wanted > self._priority[block]:
                 self._set_retention(block, wanted, ttl_s)
             elif wanted == self._priority[block]:

@@ -25,21 +25,27 @@ T = TypeVar("T")
 
 
 async def complete_answers(choices: Sequence[Choice], spec: GenerationSpec) -> list[CompleteAnswer]:
-    """Returns n complete answers for each prompt. Raises BatonError.
+    """Returns n complete answers for each prompt, fewer if a grammar of a beam search allows no more. BatonError.
 
     Of best_of candidates these are the n with the highest mean log-probability, best first. The earlier candidate wins
     a tie. The mean covers all generated tokens, also the tokens of a stop string.
     """
     if spec.beam_search is not None:
         searches = [_BeamSearch(choice, spec.beam_search).run() for choice in choices]
-        return [answer for answers in await gather_or_cancel(searches) for answer in answers]
+        found = await gather_or_cancel(searches)
+        # A grammar may allow fewer than n answers.
+        return [
+            replace(answer, index=prompt * spec.n + number)
+            for prompt, answers in enumerate(found)
+            for number, answer in enumerate(answers)
+        ]
     answers = await gather_or_cancel([choice.collect() for choice in choices])
-    if spec.candidates == spec.n:
-        return answers
-    chosen: list[CompleteAnswer] = []
-    for first in range(0, len(answers), spec.candidates):
-        chosen += sorted(answers[first : first + spec.candidates], key=_mean_logprob, reverse=True)[: spec.n]
-    return chosen
+    chosen = answers
+    if spec.candidates != spec.n:
+        chosen = []
+        for first in range(0, len(answers), spec.candidates):
+            chosen += sorted(answers[first : first + spec.candidates], key=_mean_logprob, reverse=True)[: spec.n]
+    return [replace(answer, index=index) for index, answer in enumerate(chosen)]
 
 
 async def reserve_all(choices: Sequence[Choice]) -> None:

@@ -37,6 +37,7 @@ class CompleteAnswer:
     prompt_tokens: tuple[PromptToken, ...] | None = None  #: With log-probabilities, None if not asked for.
     tokens: tuple[Token, ...] = ()  # all generated tokens, also the tokens of a stop string
     deltas: tuple[MessageDelta, ...] | None = None  # the deltas of all pieces, None if all of the text is content
+    index: int = 0  #: Of the choice among those of all prompts: prompt * n + number.
 
 
 class PromptReport:

@@ -200,6 +200,17 @@ async def test_with_a_grammar_a_beam_is_the_output_after_which_a_request_resumes
     assert answer.json()["usage"]["prompt_tokens"] == 2
 
 
+async def test_with_fewer_answers_than_choices_an_index_still_tells_the_prompt(
+    gw: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_token(self: Any, beam: Beam) -> tuple[TokenLogprob, ...]:
+        return ()  # as if a grammar allowed only the empty answer
+
+    monkeypatch.setattr("gateway.serving.answers._BeamSearch._likeliest_tokens", no_token)
+    body = (await gw.complete(prompt=[[70, 71], [80]], use_beam_search=True, n=2, max_tokens=3)).json()
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in body["choices"]] == [(0, "", "stop"), (2, "", "stop")]
+
+
 async def test_required_tools_and_neutral_values_are_accepted(gw: Rig, cluster: FakeCluster) -> None:
     cluster.script = resumed_script
     forced = await gw.chat(use_beam_search=True, tools=[TOOL], tool_choice="required", max_tokens=2)

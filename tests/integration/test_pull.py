@@ -235,6 +235,18 @@ async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monk
         assert (await second.info()).load.pull_s > 0, "routing gets the time of the failed pull"
 
 
+async def test_a_pod_without_a_prefix_cache_pulls_nothing(model_dir: Path, llm: LLM) -> None:
+    async with Cluster.start(model_dir) as cluster:
+        first = cluster.prefills[0]
+        second = await cluster.add(Role.PREFILL, prefix_cache=False)
+        await with_prefix(cluster, first)
+        assert not (await second.info()).pulls
+        r = follow_up()
+        answer = await cluster.generate(r, prefill=second, pull=first.holds(PREFIX // BLOCK))
+        assert answer.ids == expected(llm, r)
+        assert second.counted("pulls") == {("skipped", "off"): 1}
+
+
 async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_dir: Path) -> None:
     async with Cluster.start(model_dir, prefill=2) as cluster:
         first, second = cluster.prefills

@@ -178,6 +178,15 @@ def test_the_keys_command_creates_lists_and_revokes(tmp_path: Path, monkeypatch:
     refused(lambda: KeyRing([path]).current.identify(f"Bearer {key}"))
 
 
+def test_the_keys_command_sets_the_highest_cache_priority(tmp_path: Path) -> None:
+    path, run = str(tmp_path / "keys.toml"), CliRunner()
+    made = run.invoke(app, ["keys", "create", "acme", "--api-keys", path, "--cache-priority", "2"])
+    assert made.exit_code == 0, made.output
+    assert KeyRing([path]).current.identify(f"Bearer {made.stdout.strip()}").cache_priority == 2
+    assert "cache priority 2" in " ".join(run.invoke(app, ["keys", "list", "--api-keys", path]).stdout.split())
+    assert run.invoke(app, ["keys", "create", "acme", "--api-keys", path, "--cache-priority", "3"]).exit_code != 0
+
+
 @pytest.mark.parametrize("argv", [["list"], ["create", "acme"], ["revoke", "0" * 12]])
 def test_the_keys_command_does_not_change_a_file_that_is_not_text(argv: list[str], tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"

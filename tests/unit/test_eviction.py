@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
 
 from common.types import SamplingParams, ValidRequest
-from engine.kv.blocks import BlockPool
+from engine.kv.blocks import BlockPool, Lease
 from engine.kv.eviction import LeafOrder, Priority, Retention
 from engine.kv.prefix_cache import PrefixCache
+from tests.unit.test_block_pool import PoolMachine
 
 SIZE = 4  # Tokens of a block
 POLICIES: list[str] = ["lru", "gdsf", "s3fifo"]
@@ -83,6 +87,38 @@ def test_the_pool_stays_consistent_and_prefix_closed(
     for index, block_hash in enumerate(gone):
         assert parents[block_hash] not in gone[:index]
     pool.check_integrity()
+
+
+OVER = 1e-9  # Seconds: a time to live that has ended at the next call
+TURNS = [
+    None,
+    Retention(Priority.PINNED),
+    Retention(Priority.LOW),
+    Retention(Priority.HIGH, OVER),
+    None,
+    Retention(Priority.PINNED, OVER),
+    Retention(Priority.HIGH),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_use_with_retentions_agrees_with_the_model_of_the_pool(policy: str) -> None:
+    """The random use of the pool's own test, by requests that ask for retentions in turn."""
+
+    class RetainingPool(BlockPool):
+        wanted = itertools.cycle(TURNS)
+
+        def lease(self, *args: Any, **more: Any) -> Lease | None:
+            return super().lease(*args, retention=next(self.wanted), **more)
+
+    class Machine(PoolMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            callbacks: Any = {"on_stored": self.stored, "on_evicted": self.evicted}
+            self.pool = RetainingPool(self.SIZE, 4, policy=policy, max_pinned=3, **callbacks)
+            self.pool.wanted = itertools.cycle(TURNS)
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
 
 
 @given(st.lists(PROMPTS, max_size=30), st.integers(5, 10))
@@ -203,3 +239,35 @@ def test_what_a_request_asks_for() -> None:
     assert Retention.of(request) is None
     assert Retention.of(replace(request, cache_priority=-1)) == Retention(Priority.LOW)
     assert Retention.of(replace(request, cache_priority=2, cache_ttl_s=60)) == Retention(Priority.PINNED, 60.0)
+
+
+def test_pins_whose_time_is_over_leave_room_for_others() -> None:
+    clock, cache = Clock(), PrefixCache(8)
+    cache.evictable = order = LeafOrder("lru", 8, 2, clock)
+    for block in range(5):
+        cache.register(block, bytes([block]), -1)
+    cache.retain([0, 1], Retention(Priority.PINNED, ttl_s=10))
+    clock.now = 11
+    cache.retain([2, 3], Retention(Priority.PINNED))
+    cache.retain([4], Retention(Priority.HIGH))
+    cache.mark_idle([2, 3, 4, 0, 1], None)
+    assert [cache.evict()[0] for _ in range(5)] == [0, 1, 4, 2, 3]
+    assert not order.inconsistencies()
+
+
+@pytest.mark.parametrize("rematched", [False, True])
+def test_a_retention_holds_for_blocks_that_another_request_has_computed_meanwhile(rematched: bool) -> None:
+    pool, prompt = BlockPool(8, SIZE, max_pinned=8), chain(1, 2)
+    first, second = pool.lease(prompt, 2), pool.lease(prompt, 2, retention=Retention(Priority.HIGH))
+    assert first is not None
+    assert second is not None
+    first.publish(prompt)
+    if rematched:
+        assert second.rematch(prompt) == 2
+    second.publish(prompt)
+    first.finish("done")
+    second.finish("done")
+    for page in range(100, 120):
+        serve(pool, chain(page, page, page))
+    assert pool.match_prefix(prompt) == 2
+    pool.check_integrity()

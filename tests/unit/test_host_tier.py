@@ -246,10 +246,19 @@ def test_random_use_of_both_tiers(blocks: int, host: int, batch: int, actions: l
 class HostedWorld(World):
     """A stepper over a pool with a host tier; the fake copier makes some copies between steps."""
 
-    def __init__(self, *, overlap: bool, blocks: int, host: int, size: int = 4, drafts: int = 0, seed: int = 0) -> None:
-        super().__init__(
-            overlap=overlap, size=size, drafts=drafts, pool=BlockPool(blocks, size, host_blocks=host, host_batch=3)
-        )
+    def __init__(
+        self,
+        *,
+        overlap: bool,
+        blocks: int,
+        host: int,
+        size: int = 4,
+        drafts: int = 0,
+        seed: int = 0,
+        policy: str = "lru",
+    ) -> None:
+        pool = BlockPool(blocks, size, host_blocks=host, host_batch=3, policy=policy)
+        super().__init__(overlap=overlap, size=size, drafts=drafts, pool=pool)
         self.copier = FakeCopier(self.pool, self.device.kv, size)
         self._rng = random.Random(seed)
 
@@ -333,12 +342,13 @@ def test_a_damaged_host_block_fails_only_its_request() -> None:
         st.tuples(st.integers(0, 5), st.integers(1, 14), st.integers(1, 18), st.sampled_from("aaaaasx-")), max_size=14
     ),
     st.integers(0, 1000),
+    st.sampled_from(["lru", "gdsf", "s3fifo"]),
 )
 def test_random_loads_with_a_host_tier(
-    overlap: bool, blocks: int, host: int, drafts: int, plan: list[tuple[int, int, int, str]], seed: int
+    overlap: bool, blocks: int, host: int, drafts: int, plan: list[tuple[int, int, int, str]], seed: int, policy: str
 ) -> None:
     """Requests with shared prefixes arrive, are aborted and preempted; each gets the tokens that it would get alone."""
-    world = HostedWorld(overlap=overlap, blocks=blocks, host=host, drafts=drafts, seed=seed)
+    world = HostedWorld(overlap=overlap, blocks=blocks, host=host, drafts=drafts, seed=seed, policy=policy)
     expected: dict[str, list[int]] = {}
     for number, (group, length, output, kind) in enumerate(plan):
         request_id = str(number)

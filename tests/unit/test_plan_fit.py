@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,27 @@ def test_bytes_of_experts_are_those_of_the_loaded_model(family: str, tmp_path: P
     assert size.read_bytes(1) < size.read_bytes(64) <= size.dense_bytes + size.expert_bytes
 
 
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3"])
+def test_a_model_with_latent_attention_keeps_one_vector_a_token(family: str, tmp_path: Path) -> None:
+    case = MOE_CASES[family]
+    config = {**TINY, **case, "architectures": [f"DeepseekV{family[-1]}ForCausalLM"]}
+    path = directory(tmp_path, {key: value for key, value in config.items() if key != "head_dim"})
+    size = model_size(path, dtype="float32")
+    numbers = case["kv_lora_rank"] + case["qk_rope_head_dim"]
+    assert size.kv_bytes == TINY["num_hidden_layers"] * numbers * 4
+    assert size.weight_bytes == loaded_bytes(path, "auto")
+    with pytest.raises(ConfigError, match="latent"):
+        model_size(path, dtype="float32", kv_dtype="float8_e4m3")
+
+
+def test_experts_of_gptq_are_counted_in_4_bits(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "quantization_config": GPTQ}
+    path = directory(tmp_path, {**TINY, **MOE_CASES["qwen3-moe"], **sizes, "architectures": ["Qwen3MoeForCausalLM"]})
+    size = model_size(path, dtype="bfloat16")
+    numbers = size.num_experts * size.moe_layers * 3 * 64 * 64
+    assert size.expert_bytes == numbers * (0.5 + 5 / 32)  # 4 bits, and a float32 scale and a zero for 32 numbers
+
+
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     config = {
         "model_type": "gpt_neox",
@@ -234,6 +255,24 @@ def test_wrong_options_are_named(argv: tuple[str, ...], field: str, tmp_path: Pa
 def test_an_option_of_the_simulation_is_refused_before_fit() -> None:
     result = CliRunner().invoke(app, ["plan", "--trace", "x", "fit"])
     assert isinstance(result.exception, ConfigError)
+
+
+def test_flags_give_the_pod_the_pool_of_the_estimate(tmp_path: Path) -> None:
+    path = directory(tmp_path, SHAPES["llama-3.1-8b"].config)
+    argv = ("--model", str(path), "--context", "4k", "--users", "4", "--json", "--gpu")
+    assert "--gpu-memory-utilization 0.8" in json.loads(run(*argv, "h200", "--share", "0.8").output)["best"]["flags"]
+    cpu = replace(CARDS["h200"], name="machine", device="cpu", memory_bytes=48 << 30, fp8_flop_s=0.0)
+    write_card(cpu, tmp_path / "card.json")
+    best = json.loads(run(*argv, str(tmp_path / "card.json")).output)["best"]
+    assert best["fits"]
+    assert f"--kv-memory {int(best['pool_bytes']) >> 20}MiB" in best["flags"]  # the default is 512M on a CPU
+
+
+def test_ranks_on_cpus_share_one_memory(tmp_path: Path) -> None:
+    cpu = replace(CARDS["h200"], device="cpu", memory_bytes=16 << 30, fp8_flop_s=0.0)
+    found = found_for(tmp_path, "llama-3.1-8b", cpu, Load(context=4096, prompt=4096, users=4))
+    assert {setup.ranks for setup in found} == {1}
+    assert not best_of(found).fits
 
 
 # -- measured cards

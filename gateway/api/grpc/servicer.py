@@ -253,11 +253,11 @@ async def _queue_pieces(choices: Sequence[Choice], queue: asyncio.Queue[tuple[in
 async def _pieces(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, OutputPiece], None]:
     spec = choices[0].spec
     if spec.complete_only:
-        for index, answer in enumerate(await complete_answers(choices, spec)):
-            tokens = [replace(token, child=index) for token in answer.tokens]
+        for answer in await complete_answers(choices, spec):
+            tokens = [replace(token, child=answer.index) for token in answer.tokens]
             if spec.logprobs is None:
                 tokens = [replace(token, logprob=None, top=()) for token in tokens]
-            yield index, OutputPiece(answer.text, (), tuple(tokens), answer.finish, answer.deltas)
+            yield answer.index, OutputPiece(answer.text, (), tuple(tokens), answer.finish, answer.deltas)
     elif len(choices) == 1:
         with closing(choices[0]) as choice:
             async for piece in choice:

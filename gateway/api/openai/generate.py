@@ -277,8 +277,8 @@ class CompletionEncoder(AnswerEncoder):
     async def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
         choices: list[Json] = []
         prompts: dict[int, orjson.Fragment] = {}  # by the identity of the tokens, which answers of one prompt share
-        for index, answer in enumerate(answers):
-            choice = self._choice(index, answer.text, await self._whole_logprobs(answer.reported), answer.finish)
+        for answer in answers:
+            choice = self._choice(answer.index, answer.text, await self._whole_logprobs(answer.reported), answer.finish)
             if (tokens := answer.prompt_tokens) is not None:
                 if id(tokens) not in prompts:
                     prompts[id(tokens)] = await self._prompt_logprobs(tokens)
@@ -363,12 +363,12 @@ class ChatEncoder(AnswerEncoder):
     async def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
         choices = [
             {
-                "index": i,
+                "index": a.index,
                 "message": {"role": "assistant", "refusal": None, **self._message(a)},
                 "logprobs": await self._whole_logprobs(a.reported),
                 "finish_reason": self._finish(a.finish),
             }
-            for i, a in enumerate(answers)
+            for a in answers
         ]
         whole = self._whole(choices, usage)
         if answers and answers[0].prompt_tokens is not None:
