@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ class PlannerMetrics:
 
 @dataclass
 class _Starting:
-    """Pods that were ordered and are not in the index yet."""
+    """A pod that was ordered and is not in the index yet, if the scale adapter does not know."""
 
     role: Role
     until: float  # A pod that is not there by then does not count any more
@@ -86,7 +87,7 @@ class FleetPlanner:
     async def step(self) -> list[FleetAction]:
         """Reads, decides and acts once. Raises Unavailable if Redis does not answer."""
         read = await self._reader.read(self._clock())
-        reading = self._with_starting(read)
+        reading = self._with_starting(read, await self._scale.pending(read.pods))
         actions = self._decider.decide(reading.reading)
         self._record(reading)
         for action in actions:
@@ -103,10 +104,12 @@ class FleetPlanner:
                 _log.warning("the decision could not be carried out: %s", error.message)
         return actions
 
-    def _with_starting(self, read: ReadFleet) -> ReadFleet:
+    def _with_starting(self, read: ReadFleet, pending: Mapping[Role, int] | None) -> ReadFleet:
         """Adds the ordered pods that are not registered yet, so that they are not ordered twice."""
         now = self._clock()
-        for name in read.pods.keys() - self._known if self._known else ():
+        if pending is not None:
+            self._starting = [_Starting(role, math.inf) for role, number in pending.items() for _ in range(number)]
+        for name in read.pods.keys() - self._known if self._known and pending is None else ():
             role = read.pods[name].record.role
             arrived = next((entry for entry in self._starting if entry.role is role), None)
             if arrived is not None:
@@ -127,6 +130,7 @@ class FleetPlanner:
             until = self._clock() + 3 * self._limits.start_s
             self._starting += [_Starting(action.role, until) for _ in range(action.number)]
         elif action.pod.startswith("starting-"):
+            await self._scale.withdraw(action.role)
             self._starting.pop(int(action.pod.removeprefix("starting-")))
         elif action.kind is ActionKind.REMOVE:
             await self._scale.remove(action.pod, action.role)
@@ -154,4 +158,5 @@ class FleetPlanner:
             metrics.expected.set(decider.forecast.peak(read.reading.at, self._limits.start_s))
         if decider.in_time is not None:
             metrics.in_time.set(decider.in_time)
-        metrics.read_at.set_to_current_time()
+        if decider.usable:
+            metrics.read_at.set_to_current_time()

@@ -79,6 +79,7 @@ def planner(
         max_pods=max_pods,
         start_s=start_s,
         season_s=season_s,
+        scales=scale != "roles",
     )
     workloads = {Role.PREFILL: prefill_workload, Role.DECODE: decode_workload}
     tls = tls_dir or os.environ.get("BATON_TLS_DIR") or None
