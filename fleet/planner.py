@@ -70,19 +70,24 @@ class FleetPlanner:
         self._signer = operator_signer(secret, f"planner-{secrets.token_hex(4)}")
         self._tls, self._drain_s, self._acts, self._clock = tls, drain_s, acts, clock
         self._starting: list[_Starting] = []
+        self._switching: dict[str, tuple[Role, asyncio.Task[None]]] = {}  # By pod: its new role
         self._known: frozenset[str] = frozenset()
         self._held_since: float | None = None
 
     async def run(self, period_s: float) -> None:
         """Decides every `period_s` seconds, for ever."""
-        while True:
-            try:
-                await self.step()
-            except BatonError as error:
-                self._hold(error.message)
-            except Exception:
-                _log.exception("the planner could not decide")
-            await asyncio.sleep(period_s)
+        try:
+            while True:
+                try:
+                    await self.step()
+                except BatonError as error:
+                    self._hold(error.message)
+                except Exception:
+                    _log.exception("the planner could not decide")
+                await asyncio.sleep(period_s)
+        finally:
+            for _, task in self._switching.values():
+                task.cancel()  # the pod goes on with its change
 
     async def step(self) -> list[FleetAction]:
         """Reads, decides and acts once. Raises Unavailable if Redis does not answer."""
@@ -100,8 +105,7 @@ class FleetPlanner:
             try:
                 await self._act(action, read.pods)
             except BatonError as error:
-                self._metrics.failures.labels(action.kind.value).inc()
-                _log.warning("the decision could not be carried out: %s", error.message)
+                self._failed(action.kind, error)
         return actions
 
     def _with_starting(self, read: ReadFleet, pending: Mapping[Role, int] | None) -> ReadFleet:
@@ -116,11 +120,18 @@ class FleetPlanner:
                 self._starting.remove(arrived)
         self._known = frozenset(read.pods)
         self._starting = [entry for entry in self._starting if entry.until > now]
+        # A pod that changes its role counts in the new one. It takes no work until then.
+        pods = tuple(
+            replace(pod, role=self._switching[pod.name][0], load=PodLoad(), starting=True)
+            if pod.name in self._switching
+            else pod
+            for pod in read.reading.pods
+        )
         extra = tuple(
             PodReading(f"starting-{i}", entry.role, PodLoad(), 0.0, 0, 0, starting=True)
             for i, entry in enumerate(self._starting)
         )
-        return replace(read, reading=replace(read.reading, pods=(*read.reading.pods, *extra)))
+        return replace(read, reading=replace(read.reading, pods=(*pods, *extra)))
 
     async def _act(self, action: FleetAction, pods: Mapping[str, PodStatus]) -> None:
         assert action.role is not None
@@ -137,9 +148,25 @@ class FleetPlanner:
         elif self._acts:
             record = pods[action.pod].record
             pod = PodAddress(record.pod, record.address, record.role, record.scope)
-            await switch_role(pod, action.role, self._signer, drain_s=self._drain_s, tls=self._tls)
+            # In the background: a drain takes longer than the time until the next decision.
+            self._switching[pod.name] = action.role, asyncio.create_task(self._switch(pod, action.role))
         else:
             _log.info("would change the role of pod %s to %s", action.pod, action.role)
+
+    async def _switch(self, pod: PodAddress, role: Role) -> None:
+        try:
+            await switch_role(pod, role, self._signer, drain_s=self._drain_s, tls=self._tls)
+        except BatonError as error:
+            self._failed(ActionKind.SWITCH, error)
+        except Exception:
+            self._metrics.failures.labels(ActionKind.SWITCH.value).inc()
+            _log.exception("the role of pod %s could not be changed", pod.name)
+        finally:
+            del self._switching[pod.name]
+
+    def _failed(self, kind: ActionKind, error: BatonError) -> None:
+        self._metrics.failures.labels(kind.value).inc()
+        _log.warning("the decision could not be carried out: %s", error.message)
 
     def _hold(self, why: str) -> None:
         """Counts a decision to do nothing, and logs it from time to time."""

@@ -15,10 +15,12 @@ import pytest
 from common.errors import Unavailable
 from common.settings.configs import DEFAULT_SECRET
 from common.types import PodLoad, Role
+from fleet import planner as planner_module
 from fleet import scale as scale_module
 from fleet.decision import ActionKind, DemandReading, FleetAction, FleetDecider, FleetLimits, FleetReading, PodReading
 from fleet.demand import ReadFleet
 from fleet.planner import FleetPlanner, PlannerMetrics
+from fleet.roles import PodAddress
 from fleet.scale import KubernetesScale
 from prefix_index.store import PodRecord, PodStatus
 
@@ -122,6 +124,34 @@ async def test_the_time_of_the_last_complete_data_stands_still_without_data() ->
     reader.blind = False
     await steps(planner, clock, 1)
     assert next(iter(planner._metrics.read_at.collect())).samples[0].value > 0
+
+
+async def test_decisions_go_on_while_a_pod_drains_for_its_new_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner was blind for the 30 s of a drain, and added no pod although the load grew."""
+    asked: list[str] = []
+
+    async def drains(pod: PodAddress, *_args: Any, **_named: Any) -> None:
+        asked.append(pod.name)
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(planner_module, "switch_role", drains)
+    clock, decodes = Clock(), {f"decode-{i}": Role.DECODE for i in range(8)}
+    reader = FakeReader({"prefill-0": Role.PREFILL, **decodes}, rate=15.0)
+    scale = FakeScale({Role.PREFILL: 1, Role.DECODE: 8})
+    planner = planner_of(reader, scale, clock)
+    running = asyncio.create_task(planner.run(0.005))
+    try:
+        async with asyncio.timeout(5.0):
+            while not asked:
+                clock.now += 5.0
+                await asyncio.sleep(0.01)
+            reader.rate = 60.0
+            while scale.replicas[Role.PREFILL] == 1:
+                clock.now += 5.0
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+    assert len(asked) == len(set(asked)), "a pod that changes its role is not asked again"
 
 
 def test_a_planner_of_roles_counts_no_pods_that_no_one_starts() -> None:
