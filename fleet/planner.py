@@ -16,6 +16,7 @@ from common.tls import TlsFiles
 from common.types import PodLoad, Role
 from fleet.decision import ActionKind, FleetAction, FleetDecider, FleetLimits, PodReading
 from fleet.demand import FleetReader, ReadFleet
+from fleet.lease import PlannerLease
 from fleet.roles import PodAddress, operator_signer, switch_role
 from fleet.scale import ScaleAdapter
 from prefix_index.store import PodStatus
@@ -62,9 +63,11 @@ class FleetPlanner:
         tls: TlsFiles | None = None,
         drain_s: float = 30.0,
         acts: bool = True,
+        lease: PlannerLease | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`acts`: False to change no roles either."""
+        """`acts`: False to change no roles either. `lease`: the planner decides only while it holds this lease."""
+        self._lease = lease
         self._decider, self._limits = FleetDecider(limits), limits
         self._reader, self._scale, self._metrics = reader, scale, metrics
         self._signer = operator_signer(secret, f"planner-{secrets.token_hex(4)}")
@@ -91,6 +94,9 @@ class FleetPlanner:
 
     async def step(self) -> list[FleetAction]:
         """Reads, decides and acts once. Raises Unavailable if Redis does not answer."""
+        if self._lease is not None and (other := await self._lease.hold()):
+            self._hold(f"{other} decides; this planner waits")
+            return []
         read = await self._reader.read(self._clock())
         reading = self._with_starting(read, await self._scale.pending(read.pods))
         actions = self._decider.decide(reading.reading)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import Unavailable
 from common.settings.configs import DEFAULT_SECRET
 from common.types import PodLoad, Role
@@ -19,6 +20,7 @@ from fleet import planner as planner_module
 from fleet import scale as scale_module
 from fleet.decision import ActionKind, DemandReading, FleetAction, FleetDecider, FleetLimits, FleetReading, PodReading
 from fleet.demand import ReadFleet
+from fleet.lease import PlannerLease
 from fleet.planner import FleetPlanner, PlannerMetrics
 from fleet.roles import PodAddress
 from fleet.scale import KubernetesScale
@@ -167,6 +169,34 @@ def test_a_planner_of_roles_counts_no_pods_that_no_one_starts() -> None:
 
     reader.rate = 25.0
     assert {action.kind for action in asyncio.run(run())} == {ActionKind.HOLD}
+
+
+async def test_of_two_planners_one_acts(tmp_path: Path) -> None:
+    """Two planners ordered the same pods twice, and undid each other's decisions."""
+    valkey, clock = EmbeddedValkey(0, tmp_path), Clock()
+    url = await valkey.start()
+    leases = [PlannerLease(url, "m", name, 5.0) for name in ("planner a", "planner b")]
+    try:
+        reader = FakeReader({"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}, rate=25.0)
+        scale = FakeScale({Role.PREFILL: 1, Role.DECODE: 1})
+        first, second = (
+            FleetPlanner(LIMITS, reader, scale, PlannerMetrics(), secret=DEFAULT_SECRET, clock=clock, lease=lease)  # type: ignore[arg-type]
+            for lease in leases
+        )
+        for _ in range(2):
+            assert await first.step()
+            assert await second.step() == []
+        await leases[0].close()
+        assert await second.step()
+        leases[0] = PlannerLease(url, "m", "planner a", 5.0)
+        assert await leases[0].hold() == "planner b"
+        await valkey.stop()
+        with pytest.raises(Unavailable, match="lease"):
+            await second.step()
+    finally:
+        for lease in leases:
+            await lease.close()
+        await valkey.stop()
 
 
 # -- Kubernetes
