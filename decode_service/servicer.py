@@ -223,9 +223,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if outputs:
             self._aio.call_soon_threadsafe(self._on_outputs, outputs)
 
-    def move_away(self, error: BatonError) -> int:
+    def move_away(self, error: BatonError) -> list[DecodeHandOff]:
         """Ends every request with `error`: the gateways continue the answers on other pods."""
-        moved = len(self.requests)
+        moved = list(self.requests)
         self.requests.fail_all(error)
         return moved
 

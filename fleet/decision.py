@@ -70,6 +70,7 @@ class FleetLimits:
     min_decode: int = 1
     max_decode: int = 16
     max_pods: int = 32
+    scales: bool = True  # Pods can be started and stopped; False: only their roles change
     target: float = 1.0  # Share of its capacity that a pod should work at
     margin: float = 0.03  # A pod is removed only if the rest would work at `target` with so much more load, and ...
     doubt: float = 3.0  # ... with so many standard deviations of the measured rate
@@ -127,6 +128,7 @@ class FleetDecider:
     def __post_init__(self) -> None:
         self.forecast = RateForecast(self.limits.season_s)
         self.needs: dict[Role, RoleNeed] = {}  # Of the last decision
+        self.usable = False  # The last reading had all figures
         self.in_time: float | None = None  # Share of the recent requests within the objective
         self._last: FleetReading | None = None
         self._means = _Means()
@@ -136,7 +138,9 @@ class FleetDecider:
 
     def decide(self, reading: FleetReading) -> list[FleetAction]:
         """Returns the actions to take now, or one HOLD with its reason."""
-        if why := self._unusable(reading):
+        why = self._unusable(reading)
+        self.usable = not why
+        if why:
             self._past = {role: deque() for role in self._past}  # a gap tells nothing about what was needed in it
             return [FleetAction(ActionKind.HOLD, why)]
         assert reading.demand is not None
@@ -154,7 +158,7 @@ class FleetDecider:
         """Returns why nothing can be decided; "" if all figures are there."""
         limit, demand = self.limits.stale_s, reading.demand
         if demand is None:
-            return "no gateway reports its requests"
+            return "no gateway reports its requests, or one serves several models"
         if demand.age_s > limit:
             return f"the gateways' last report is {demand.age_s:.0f} s old"
         if any(pod.role is Role.BOTH for pod in reading.pods):
@@ -260,15 +264,17 @@ class FleetDecider:
             spare[role] = max(0, have[role] - max(need for _, need in past)) if calm else 0
         actions = self._switches(reading, have, want)
         for role in (Role.PREFILL, Role.DECODE):
-            room = limits.max_pods - sum(have.values())
+            room = limits.max_pods - sum(have.values()) if limits.scales else 0
             if (missing := min(want[role] - have[role], room)) > 0:
                 have[role] += missing
                 actions.append(FleetAction(ActionKind.ADD, self._sentence(role, have[role]), role, missing))
-        if not actions and now - self._removed_at >= limits.cooldown_s:
+        if limits.scales and not actions and now - self._removed_at >= limits.cooldown_s:
             for role in (Role.PREFILL, Role.DECODE):
                 if spare[role] and have[role] > self._bounds(role)[0]:
                     self._removed_at = now
-                    pod = _least_loaded(reading, role)
+                    # A pod that still starts goes first: it may never serve, and the others do the work.
+                    starting = [pod.name for pod in _of(reading, role) if pod.starting]
+                    pod = starting[0] if starting else _least_loaded(reading, role)
                     actions.append(FleetAction(ActionKind.REMOVE, self._sentence(role, have[role] - 1), role, pod=pod))
                     break
         return actions or [FleetAction(ActionKind.HOLD, self._sentence(None, sum(have.values())))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from common.tls import TlsFiles
 from common.types import PodLoad, Role
 from fleet.decision import ActionKind, FleetAction, FleetDecider, FleetLimits, PodReading
 from fleet.demand import FleetReader, ReadFleet
+from fleet.lease import PlannerLease
 from fleet.roles import PodAddress, operator_signer, switch_role
 from fleet.scale import ScaleAdapter
 from prefix_index.store import PodStatus
@@ -41,7 +43,7 @@ class PlannerMetrics:
 
 @dataclass
 class _Starting:
-    """Pods that were ordered and are not in the index yet."""
+    """A pod that was ordered and is not in the index yet, if the scale adapter does not know."""
 
     role: Role
     until: float  # A pod that is not there by then does not count any more
@@ -61,32 +63,42 @@ class FleetPlanner:
         tls: TlsFiles | None = None,
         drain_s: float = 30.0,
         acts: bool = True,
+        lease: PlannerLease | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`acts`: False to change no roles either."""
+        """`acts`: False to change no roles either. `lease`: the planner decides only while it holds this lease."""
+        self._lease = lease
         self._decider, self._limits = FleetDecider(limits), limits
         self._reader, self._scale, self._metrics = reader, scale, metrics
         self._signer = operator_signer(secret, f"planner-{secrets.token_hex(4)}")
         self._tls, self._drain_s, self._acts, self._clock = tls, drain_s, acts, clock
         self._starting: list[_Starting] = []
+        self._switching: dict[str, tuple[Role, asyncio.Task[None]]] = {}  # By pod: its new role
         self._known: frozenset[str] = frozenset()
         self._held_since: float | None = None
 
     async def run(self, period_s: float) -> None:
         """Decides every `period_s` seconds, for ever."""
-        while True:
-            try:
-                await self.step()
-            except BatonError as error:
-                self._hold(error.message)
-            except Exception:
-                _log.exception("the planner could not decide")
-            await asyncio.sleep(period_s)
+        try:
+            while True:
+                try:
+                    await self.step()
+                except BatonError as error:
+                    self._hold(error.message)
+                except Exception:
+                    _log.exception("the planner could not decide")
+                await asyncio.sleep(period_s)
+        finally:
+            for _, task in self._switching.values():
+                task.cancel()  # the pod goes on with its change
 
     async def step(self) -> list[FleetAction]:
         """Reads, decides and acts once. Raises Unavailable if Redis does not answer."""
+        if self._lease is not None and (other := await self._lease.hold()):
+            self._hold(f"{other} decides; this planner waits")
+            return []
         read = await self._reader.read(self._clock())
-        reading = self._with_starting(read)
+        reading = self._with_starting(read, await self._scale.pending(read.pods))
         actions = self._decider.decide(reading.reading)
         self._record(reading)
         for action in actions:
@@ -99,25 +111,33 @@ class FleetPlanner:
             try:
                 await self._act(action, read.pods)
             except BatonError as error:
-                self._metrics.failures.labels(action.kind.value).inc()
-                _log.warning("the decision could not be carried out: %s", error.message)
+                self._failed(action.kind, error)
         return actions
 
-    def _with_starting(self, read: ReadFleet) -> ReadFleet:
+    def _with_starting(self, read: ReadFleet, pending: Mapping[Role, int] | None) -> ReadFleet:
         """Adds the ordered pods that are not registered yet, so that they are not ordered twice."""
         now = self._clock()
-        for name in read.pods.keys() - self._known if self._known else ():
+        if pending is not None:
+            self._starting = [_Starting(role, math.inf) for role, number in pending.items() for _ in range(number)]
+        for name in read.pods.keys() - self._known if self._known and pending is None else ():
             role = read.pods[name].record.role
             arrived = next((entry for entry in self._starting if entry.role is role), None)
             if arrived is not None:
                 self._starting.remove(arrived)
         self._known = frozenset(read.pods)
         self._starting = [entry for entry in self._starting if entry.until > now]
+        # A pod that changes its role counts in the new one. It takes no work until then.
+        pods = tuple(
+            replace(pod, role=self._switching[pod.name][0], load=PodLoad(), starting=True)
+            if pod.name in self._switching
+            else pod
+            for pod in read.reading.pods
+        )
         extra = tuple(
             PodReading(f"starting-{i}", entry.role, PodLoad(), 0.0, 0, 0, starting=True)
             for i, entry in enumerate(self._starting)
         )
-        return replace(read, reading=replace(read.reading, pods=(*read.reading.pods, *extra)))
+        return replace(read, reading=replace(read.reading, pods=(*pods, *extra)))
 
     async def _act(self, action: FleetAction, pods: Mapping[str, PodStatus]) -> None:
         assert action.role is not None
@@ -127,15 +147,32 @@ class FleetPlanner:
             until = self._clock() + 3 * self._limits.start_s
             self._starting += [_Starting(action.role, until) for _ in range(action.number)]
         elif action.pod.startswith("starting-"):
+            await self._scale.withdraw(action.role)
             self._starting.pop(int(action.pod.removeprefix("starting-")))
         elif action.kind is ActionKind.REMOVE:
             await self._scale.remove(action.pod, action.role)
         elif self._acts:
             record = pods[action.pod].record
             pod = PodAddress(record.pod, record.address, record.role, record.scope)
-            await switch_role(pod, action.role, self._signer, drain_s=self._drain_s, tls=self._tls)
+            # In the background: a drain takes longer than the time until the next decision.
+            self._switching[pod.name] = action.role, asyncio.create_task(self._switch(pod, action.role))
         else:
             _log.info("would change the role of pod %s to %s", action.pod, action.role)
+
+    async def _switch(self, pod: PodAddress, role: Role) -> None:
+        try:
+            await switch_role(pod, role, self._signer, drain_s=self._drain_s, tls=self._tls)
+        except BatonError as error:
+            self._failed(ActionKind.SWITCH, error)
+        except Exception:
+            self._metrics.failures.labels(ActionKind.SWITCH.value).inc()
+            _log.exception("the role of pod %s could not be changed", pod.name)
+        finally:
+            del self._switching[pod.name]
+
+    def _failed(self, kind: ActionKind, error: BatonError) -> None:
+        self._metrics.failures.labels(kind.value).inc()
+        _log.warning("the decision could not be carried out: %s", error.message)
 
     def _hold(self, why: str) -> None:
         """Counts a decision to do nothing, and logs it from time to time."""
@@ -154,4 +191,5 @@ class FleetPlanner:
             metrics.expected.set(decider.forecast.peak(read.reading.at, self._limits.start_s))
         if decider.in_time is not None:
             metrics.in_time.set(decider.in_time)
-        metrics.read_at.set_to_current_time()
+        if decider.usable:
+            metrics.read_at.set_to_current_time()

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,8 @@ from pod.requests import RequestRegistry
 
 #: Longest time for work that was told to end, after the drain time: the engine and the transfer thread release it.
 RELEASE_S = 10.0
+#: Longest time for the engine to take over the new role, between two of its steps.
+PREPARE_S = 4.0
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +52,8 @@ class PodService(Protocol):
     def on_drained(self, request: Any) -> None:
         """Called with each request that was drained."""
 
-    def move_away(self, error: BatonError) -> int:
-        """Ends with `error` the requests that other pods can take over now. Returns their number."""
+    def move_away(self, error: BatonError) -> Collection[object]:
+        """Ends with `error` the requests that other pods can take over now. Returns them."""
 
     def abort_all(self, error: BatonError) -> None:
         """Ends every request with `error`, and every stream, because the pod stops or has another role now."""
@@ -114,7 +116,9 @@ class PodRole:
         if self.current not in roles:
             raise RoleChanged(f"pod {self._pod} has the role {self.current}; expected {' or '.join(roles)}")
 
-    async def switch(self, role: Role, drain_s: float, prepare: Callable[[Role], Any]) -> RoleSwitchReport:
+    async def switch(
+        self, role: Role, drain_s: float, prepare: Callable[[Role], Awaitable[object]]
+    ) -> RoleSwitchReport:
         """Changes the role, after the present work has moved or ended. Returns once the pod is ready in the new role.
 
         Args:
@@ -122,7 +126,7 @@ class PodRole:
             prepare: awaited with the new role when the pod is empty, before it takes work.
 
         Raises:
-            Unavailable: Another switch runs, or the work does not end; the pod keeps its role.
+            Unavailable: Another switch runs, or the work or `prepare` does not end in time; the pod keeps its role.
         """
         began, former, after = time.monotonic(), self.service, self._service_of(role)
         if self.target is not None:
@@ -134,9 +138,13 @@ class PodRole:
         try:
             moved = 0 if former is after else await self._empty(former, role, drain_s)
             drained = time.monotonic()
-            await prepare(role)
+            await self._prepared(prepare(role), role)
             self.current = role
             self._requests.on_drained = after.on_drained
+        except BatonError as error:
+            # The caller may have left, so the log says it too.
+            _log.warning("the role stays %s: the change to %s failed: %s", previous, role, error.message)
+            raise
         finally:
             self.target = None
             self._on_change()
@@ -148,15 +156,25 @@ class PodRole:
     async def _empty(self, service: PodService, role: Role, drain_s: float) -> int:
         """Moves or ends all requests of the service. Returns how many moved."""
         error = RoleChanged(f"pod {self._pod} changes its role to {role}")
-        moved = service.move_away(error)
+        told = service.move_away(error)
+        moved = len(told)
         if not await self._idle_within(drain_s):
-            moved += len(self._requests)
+            moved += sum(request not in told for request in self._requests)
             self._requests.fail_all(error)
             if not await self._idle_within(RELEASE_S):
                 raise Unavailable(f"{len(self._requests)} requests did not leave pod {self._pod} in {RELEASE_S:g} s")
         await asyncio.sleep(0)  # the errors above are queued on the streams that end now
         service.abort_all(error)
         return moved
+
+    async def _prepared(self, prepare: Awaitable[object], role: Role) -> None:
+        try:
+            async with asyncio.timeout(PREPARE_S):
+                await prepare
+        except TimeoutError as e:
+            raise Unavailable(
+                f"pod {self._pod} did not take the role {role} in {PREPARE_S:g} s: its engine is in a long step"
+            ) from e
 
     async def _idle_within(self, seconds: float) -> bool:
         try:

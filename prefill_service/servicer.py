@@ -115,12 +115,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             if hand_off is not None and hand_off.seq.request is output.seq.request:
                 hand_off.on_output(output, result.seconds)
 
-    def move_away(self, error: BatonError) -> int:
+    def move_away(self, error: BatonError) -> list[PrefillHandOff]:
         """Ends the prompts that wait for their first chunk. Prompts that are being computed end here."""
         waiting = [hand_off for hand_off in self.requests if hand_off.queued]
         for hand_off in waiting:
             hand_off.fail(error)
-        return len(waiting)
+        return waiting
 
     def abort_all(self, error: BatonError) -> None:
         """Ends every request with `error`, because the pod stops or has another role now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,8 @@ from common.types import Role
 
 if TYPE_CHECKING:  # only imported when the command runs
     from fleet.decision import FleetLimits
+
+LEASE_GRACE_S = 20.0  #: Longest time of one decision, beyond the period. Then another planner may act.
 
 
 def planner(
@@ -79,6 +82,7 @@ def planner(
         max_pods=max_pods,
         start_s=start_s,
         season_s=season_s,
+        scales=scale != "roles",
     )
     workloads = {Role.PREFILL: prefill_workload, Role.DECODE: decode_workload}
     tls = tls_dir or os.environ.get("BATON_TLS_DIR") or None
@@ -100,6 +104,7 @@ async def _run(
     from common.logs import setup_logs
     from common.tls import TlsFiles
     from fleet.demand import FleetReader
+    from fleet.lease import PlannerLease
     from fleet.planner import FleetPlanner, PlannerMetrics
     from fleet.scale import KubernetesScale, PrintOnly
     from prefix_index.demand import DemandReader
@@ -110,6 +115,8 @@ async def _run(
     index, demand = IndexReader(url, books=False), DemandReader(url)
     metrics = PlannerMetrics()
     secret = os.environ.get("BATON_SECRET") or DEFAULT_SECRET
+    name = f"planner {socket.gethostname()} {os.getpid()}"
+    lease = None if scale == "print" else PlannerLease(url, served_name, name, 3 * period_s + LEASE_GRACE_S)
     planner = FleetPlanner(
         limits,
         FleetReader(index, demand, served_name),
@@ -119,6 +126,7 @@ async def _run(
         tls=TlsFiles.of_directory(tls_dir, OPERATOR),
         drain_s=drain_s,
         acts=scale != "print",
+        lease=lease,
     )
     host, port = metrics_at
     server = metrics.base.start_metrics_server(port, host) if port else None
@@ -133,5 +141,7 @@ async def _run(
         await asyncio.gather(task, return_exceptions=True)
         if server is not None:
             server.stop()
+        if lease is not None:
+            await lease.close()
         await demand.close()
         await index.close()

@@ -261,6 +261,7 @@ class Dispatch:
             pod_wait_s=self._pod_wait_s,
         )
         resumed._attempt_number, resumed._avoided_pods = self._attempt_number, self._avoided_pods
+        resumed._uncounted = self._uncounted
         resumed._pods_lost_at = self._pods_lost_at
         resumed._resume_after(sample, output_ids, attempt, error)
         return resumed

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families as plain
 from common.settings.configs import GatewayConfig, PodConfig
 from common.telemetry import MetricDeclaration, Metrics
 from common.types import Role
+from fleet.planner import PlannerMetrics
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
@@ -63,7 +64,8 @@ def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         )
         pod = await PodRuntime.create(config, backend=lambda _config: LoopbackBackend(LoopbackFabric()))
         add_gpu_metrics(pod.metrics.metrics, GpuMonitor(lambda: GpuReading(1, 2, 0.5)))
-        return {"gateway": gateway.metrics.base, "pod": pod.metrics.metrics}
+        planner = PlannerMetrics().base
+        return {"gateway": gateway.metrics.base, "pod": pod.metrics.metrics, "planner": planner}
 
     return asyncio.run(made())
 

@@ -71,7 +71,7 @@ ROOMS = {
         "rank worker",
         "runtime",
     ],
-    "fleet": ["forecast", "decision", "demand roles scale", "planner"],
+    "fleet": ["forecast", "decision", "demand lease roles scale", "planner"],
     "loadtest": ["slo workload recipes", "config run", "client", "runner report", "__main__"],
     "cli": [
         "client exits gpus other_flags probes settings_page",
