@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from common.types import RemotePrefillCost, Role, ValidRequest
 from engine.kv.blocks import Lease
-from engine.schedule.scheduler import SchedulerStats
+from engine.schedule.limits import SchedulerStats
 from pod.runtime import PodRuntime
 
 MAX_LOCAL_STEPS = 4

@@ -37,6 +37,10 @@ class EngineConfig(PodEngineSettings):
         was=("prompt_budget",),
     )
 
+    kv_groups: bool = setting(
+        kinds.BOOL, True, "Free the KV of layers with a window when it leaves the window, where the engine supports it"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_blocks and self.kv_memory:

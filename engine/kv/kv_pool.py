@@ -8,7 +8,7 @@ Peers write to `probe_block` to test the transfer path. `dummy_block` pads block
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class LayerKV:
 
     kv: Tensor  # [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; uint8 for e4m3
     scales: Tensor | None = None  # bfloat16 [num_blocks, kv_heads, block_size, 2 (K, V)] for e4m3, else None
+    group: int = 0  # KV group of the layer. Layers of other groups may have the same views, and use other pages.
 
     def __post_init__(self) -> None:
         assert (self.scales is not None) == (self.kv.dtype == torch.uint8)
@@ -89,7 +90,15 @@ class KVPool:
         kv = self.segment_view(prefix + "kv").unbind(1)
         scaled = prefix + "scales" in names
         scales = self.segment_view(prefix + "scales").unbind(1) if scaled else [None] * len(kv)
-        return tuple(LayerKV(*layer) for layer in zip(kv, scales, strict=True))
+        layers = tuple(LayerKV(*layer) for layer in zip(kv, scales, strict=True))
+        if prefix or not self.layout.groups:
+            return layers
+        places = {
+            layer: replace(layers[place], group=number)
+            for number, group in enumerate(self.layout.groups)
+            for place, layer in enumerate(group.layers)
+        }
+        return tuple(places[layer] for layer in range(self.layout.num_layers))
 
     def segment_view(self, name: str) -> Tensor:
         """Returns a view of one segment of the KV layout, [num_blocks + 2, *shape]."""
