@@ -488,7 +488,8 @@ def engine_config(config: PodConfig) -> EngineConfig:
             shared["speculation_model"] = find_draft(str(config.speculation_model))
         except ConfigError as error:
             raise ConfigError(error.message, field="speculation_model") from error
-    made = EngineConfig(model_dir=find(config.model), **shared)
+    # The hand-off and the pulls move whole blocks, so pods have no KV groups.
+    made = EngineConfig(model_dir=find(config.model), kv_groups=False, **shared)
     if config.role is not Role.DECODE:
         return dataclasses.replace(made, local_chunk_tokens=0)
     local = config.local_chunk_tokens or (256 if made.resolve_device().type == "cuda" else 64)
