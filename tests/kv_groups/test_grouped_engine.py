@@ -156,7 +156,7 @@ def test_pages_that_left_the_window_are_free_or_evictable(tmp_path: Path) -> Non
 
 def test_parts_without_groups_switch_them_off(tmp_path: Path) -> None:
     save(tmp_path, "qwen2-window")
-    for options in ({"kv_groups": False}, {"host_cache": 1 << 20}):
+    for options in ({"kv_groups": False}, {"host_cache": 1 << 20}, {"max_adapters": 1}):
         llm = LLM(tmp_path, device="cpu", threads=1, num_blocks=20, **options)
         assert not llm.engine.layout.groups
         assert not isinstance(llm.engine.pool, GroupedBlockPool)
