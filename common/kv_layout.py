@@ -11,6 +11,10 @@ descriptor. Its segments follow each other:
     draft_state    [draft_state]: the target's state at the last token   with an EAGLE head
 
 Code that moves, caches or checks a block therefore includes scales and draft data.
+
+A layout with groups (common/kv_groups.py) cuts a block of tokens into one *page* per group of layers. Its pool is
+uint8[num_pages, block_bytes], and the segments have the layers of the largest group (`page_layers`). Without groups, a
+block is one page.
 """
 
 from __future__ import annotations
@@ -49,6 +53,14 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose keys and values of one block of tokens lie in one page."""
+
+    window: int  #: Tokens that a query sees in these layers, itself included. 0: all.
+    layers: tuple[int, ...]  #: Numbers of the model's layers; layer i of a page belongs to layers[i].
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """The properties of KV blocks that must be equal on two pods that exchange blocks."""
 
@@ -71,11 +83,18 @@ class KVLayout:
     draft_head_dim: int = 0
     draft_state: int = 0  # Numbers in the segment draft_state; 0: the layout has none.
     draft_revision: str = ""  # Identifies the draft model's weights.
+    #: One page per block of tokens and group; the first group sees all tokens. Empty: a block is one page.
+    groups: tuple[LayerGroup, ...] = field(default=(), kw_only=True)
+
+    @property
+    def page_layers(self) -> int:
+        """Layers of a page: those of the largest group, or all."""
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         vectors = 1 if self.latent_dim else 2
-        segments = self._kv("", self.num_layers, vectors, self.num_kv_heads, self.head_dim, 0)
+        segments = self._kv("", self.page_layers, vectors, self.num_kv_heads, self.head_dim, 0)
         if self.draft_layers:
             sizes = (self.draft_layers, 2, self.draft_kv_heads, self.draft_head_dim)
             segments += self._kv("draft_", *sizes, segments[-1].end)
@@ -92,7 +111,7 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all segments, each padded to SEGMENT_ALIGN."""
+        """Bytes of one page, all segments, each padded to SEGMENT_ALIGN. Without groups a page is a block."""
         return self.segments[-1].end
 
     @property
@@ -100,7 +119,8 @@ class KVLayout:
         """Hash of the layout, 32 hex digits, equal in every process.
 
         It covers draft_* fields only with a draft model, tensor_parallel only above 1, weights only if they are
-        quantised, and latent_dim only if it is set, so that layouts without them keep their older fingerprint.
+        quantised, latent_dim only if it is set, and groups only if there are some, so that layouts without them keep
+        the fingerprint of older versions.
         """
         covered = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
         if self.tensor_parallel == 1:
@@ -109,6 +129,8 @@ class KVLayout:
             covered.remove("weights")
         if not self.latent_dim:
             covered.remove("latent_dim")
+        if not self.groups:
+            covered.remove("groups")
         text = "\n".join(f"{name}={getattr(self, name)}" for name in covered)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -68,7 +68,7 @@ _SAMPLING = _SameFields(SamplingParams, types_pb2.SamplingParams, "logit_bias", 
 _PROMPT_LOGPROBS = _SameFields(PromptLogprobs, types_pb2.PromptLogprobs)
 _TRANSFER_ID = _SameFields(TransferId, types_pb2.TransferId)
 _KV_TARGET = _SameFields(KvTarget, types_pb2.KvTarget, "transfer_id")
-_LAYOUT = _SameFields(KVLayout, transfer_pb2.Layout, "tensor_parallel")
+_LAYOUT = _SameFields(KVLayout, transfer_pb2.Layout, "tensor_parallel", "groups")
 _POOL_COUNTS = _SameFields(PoolCounts, transfer_pb2.PoolCounts)
 _LOAD = _SameFields(PodLoad, transfer_pb2.Load, "draining")
 

@@ -24,29 +24,33 @@ import torch
 from common.block_hash import HASH_BYTES
 from common.errors import ConfigError, InvalidRequest
 from common.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarTokenizer
-from common.kv_layout import KVLayout
+from common.kv_groups import split_layers
+from common.kv_layout import KVLayout, LayerGroup
 from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
 from engine.adapters.packed import Adapter
 from engine.adapters.slots import AdapterNames, AdapterSlots, sites_of
 from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
+from engine.attention.grouped import make_attention
 from engine.attention.latent import LatentAttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import gpu_start_lock, make_current, require_memory
-from engine.kv.blocks import BlockPool, CacheCallbacks
+from engine.kv.blocks import CacheCallbacks
+from engine.kv.grouped_blocks import make_block_pool
 from engine.kv.host_copier import HostCopier, HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
-from engine.models.base import Model
+from engine.models.base import Model, ModelShape
 from engine.models.loader import open_model
 from engine.models.pooling import pooling_of
 from engine.parallel.leader import EngineBuilder, TensorParallelBuilder
 from engine.parallel.rank_group import RankGroup
 from engine.sampling.constraint import Constraint, needs_constraint
+from engine.schedule.limits import SchedulerConfig
 from engine.schedule.outputs import Inbox, OnStep, StepResult
-from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
+from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
 from engine.schedule.stepper import Stepper
 from engine.speculation.controller import DraftController
@@ -64,7 +68,6 @@ if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
 log = logging.getLogger(__name__)
-HOST_COPY_BYTES = 32 << 20  # Bytes of one copy to the host. It takes 0.6 ms over PCIe, and a load may wait that long.
 MAX_DRAFTING_SEQS = 128  # Verify drafts in one step on a GPU; larger steps are compute-bound, so drafts cost time
 
 assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
@@ -137,6 +140,7 @@ class Engine:
             latent_dim=spec.latent_dim,
             block_size=config.block_size,
             dtype=config.resolve_kv_dtype(device, latent=spec.latent_dim > 0),
+            groups=_kv_groups(config, spec),
             **({} if draft is None else draft.layout_fields(device)),
         )
         self._fingerprint = self.layout.fingerprint
@@ -188,7 +192,16 @@ class Engine:
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
         build = functools.partial(self._build_runner, limits, model, make_draft, graphs)
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
-        self.max_model_len = min(max_len, num_blocks * config.block_size)
+        self.pool = make_block_pool(
+            self.layout,
+            num_blocks,
+            host_cache=config.host_cache,
+            policy=config.cache_policy,
+            pinned_bytes=config.cache_pin,
+            keeps_prefixes=config.prefix_cache,
+            **callbacks,
+        )
+        self.max_model_len = min(max_len, self.pool.max_tokens)
         if self.max_model_len < config.max_model_len:
             log.warning(
                 "max_model_len is %d, but the KV pool has room for %d tokens, so that is the limit: raise %s",
@@ -197,16 +210,6 @@ class Engine:
                 config.kv_pool_setting,
             )
         self.kv = self._builder.pool(self.layout, num_blocks, device)
-        self.pool = BlockPool(
-            num_blocks,
-            config.block_size,
-            host_blocks=config.host_cache // self.layout.block_bytes,
-            host_batch=max(1, HOST_COPY_BYTES // self.layout.block_bytes),
-            policy=config.cache_policy,
-            max_pinned=config.cache_pin // self.layout.block_bytes,
-            keeps_prefixes=config.prefix_cache,
-            **callbacks,
-        )
         self.scheduler = Scheduler(dataclasses.replace(limits, max_model_len=self.max_model_len), self.pool)
         self.runner = build(self.kv)
         if device.type == "cuda":
@@ -415,9 +418,12 @@ class Engine:
         fixed_attention: AttentionClass = FixedOrderAttention if on_gpu else RowWiseAttention
         spec = self._builder.shard.shard_spec(self.spec)
         target_attention: AttentionClass = LatentAttentionBackend if on_gpu and spec.latent_dim else attention
-        backend = (fixed_attention if fixed else target_attention)(
-            kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
-        )
+
+        def attention_of(windows: abc.Sequence[int | None]) -> TorchAttention | TritonAttention:
+            made = fixed_attention if fixed else target_attention
+            return made(kv.layers(), spec.num_heads, windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap)
+
+        backend = make_attention(self.layout, spec.windows, attention_of)
         draft = None if make_draft is None else make_draft(kv, attention)
         return ModelRunner(
             model,
@@ -434,6 +440,14 @@ class Engine:
             draft_model=draft,
             adapters=self._slots,
         )
+
+
+def _kv_groups(config: EngineConfig, spec: ModelShape) -> tuple[LayerGroup, ...]:
+    """Returns the KV groups of a model, () where a part of the engine does not support them."""
+    alone = config.tensor_parallel_size == 1 and config.speculation_model is None
+    alone = alone and not config.host_cache and not config.max_adapters
+    usual_cache = config.prefix_cache and config.cache_policy == "lru" and not config.cache_pin
+    return split_layers(spec.windows) if config.kv_groups and alone and usual_cache else ()
 
 
 def _checked_max_len(asked: int, max_position: int) -> int:

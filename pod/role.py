@@ -195,7 +195,8 @@ def engine_config(config: PodConfig) -> EngineConfig:
             shared["speculation_model"] = find_draft(str(config.speculation_model))
         except ConfigError as error:
             raise ConfigError(error.message, field="speculation_model") from error
-    made = EngineConfig(model_dir=find(config.model), **shared)
+    # The hand-off and the pulls move whole blocks, so pods have no KV groups.
+    made = EngineConfig(model_dir=find(config.model), kv_groups=False, **shared)
     return dataclasses.replace(
         made, local_chunk_tokens=local_chunk_tokens(config, config.role, made.resolve_device().type)
     )

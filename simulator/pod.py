@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from common.block_hash import matchable_blocks
 from common.types import FinishReason, PodLoad, Role, SamplingParams, ValidRequest
 from engine.kv.blocks import BlockPool, Lease
-from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
+from engine.schedule.limits import SchedulerConfig
+from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence as EngineSequence
 from simulator.clock import VirtualClock
 from simulator.hardware_rates import HardwareRates

@@ -27,6 +27,7 @@ class StepShape:
     starts: Sequence[int]  # Number of each row's tokens that are in the cache before the step.
     num_new: Sequence[int]  # Number of each row's new tokens, at least 1.
     blocks: Sequence[Sequence[int] | np.ndarray]  # Each row's physical blocks in order, for starts + num_new tokens.
+    groups: Sequence[Sequence[np.ndarray]] = ()  # For each KV group but the first, the same of this group.
 
 
 class StepLayout(NamedTuple):

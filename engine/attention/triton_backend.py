@@ -229,6 +229,10 @@ class TritonAttention:
         for window in self._windows:
             self.attend_written(qkv[:, : self._num_heads], kv, self._first_layer, metadata, window)
 
+    def slot_mapping(self, metadata: TritonMetadata, cache: LayerKV) -> Tensor:
+        """Returns the places of the step's new keys and values in a layer, see `TritonMetadata.slot_mapping`."""
+        return metadata.slot_mapping
+
     def write(self, kv: Tensor, cache: LayerKV, metadata: TritonMetadata) -> None:
         self._kv_write.kv_write(kv, cache, metadata.slot_mapping)
 

@@ -2,6 +2,7 @@
 
     packed row, int32:  slot | start | first | num_new | tokens[query] | blocks[blocks_touched(query, block_size)]
 
+With KV groups there are blocks of each group, and one launch per group; the first blocks are those of the full group.
 `first` is the row's first token in the flat dimension T. `blocks` hold positions start .. start + num_new. The other
 blocks of the row's block table are on the device: slot_tables has one table per slot, and this kernel updates it. Token
 -1 stands for the token that was sampled last in the slot, which the host may not have received yet.
@@ -22,9 +23,9 @@ _HEADER = tl.constexpr(HEADER)
 _TABLE_TILE = tl.constexpr(256)  # Block table entries that the kernel copies at once.
 
 
-def packed_width(query: int, block_size: int) -> int:
+def packed_width(query: int, block_size: int, groups: int = 1) -> int:
     """Returns the number of int32 words of a packed row with up to `query` tokens."""
-    return HEADER + query + blocks_touched(query, block_size)
+    return HEADER + query + groups * blocks_touched(query, block_size)
 
 
 def blocks_touched(query: int, block_size: int) -> int:
@@ -32,7 +33,7 @@ def blocks_touched(query: int, block_size: int) -> int:
     return (query + block_size - 2) // block_size + 1
 
 
-@triton.jit(do_not_specialize=["rows", "pad"])
+@triton.jit(do_not_specialize=["rows", "pad", "pad_block"])
 def _decode_inputs_kernel(
     packed,
     slot_tables,
@@ -40,11 +41,14 @@ def _decode_inputs_kernel(
     out,
     rows,
     pad,
+    pad_block,
     slot_row,
     table_row,
     Q: tl.constexpr,
     WIDTH: tl.constexpr,
     BS: tl.constexpr,
+    FRESH: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     row = tl.program_id(0)
     mine = packed + row * WIDTH
@@ -54,7 +58,7 @@ def _decode_inputs_kernel(
     num_new = tl.load(mine + 3)
     final = packed + (rows - 1) * WIDTH
     total = tl.load(final + 2) + tl.load(final + 3)
-    fresh = mine + _HEADER + Q
+    fresh = mine + _HEADER + Q + FRESH
     base = start // BS
     QP: tl.constexpr = triton.next_power_of_2(Q)
     j = tl.arange(0, QP)
@@ -96,6 +100,8 @@ def _decode_inputs_kernel(
         new = ok & (i >= base)
         entry = tl.load(line + i, mask=ok & (i < base), other=0)
         entry = tl.where(new, tl.load(fresh + i - base, mask=new, other=0), entry)
+        if TAIL >= 0:  # the blocks before the window may belong to other sequences
+            entry = tl.where(i < base - TAIL, pad_block, entry)
         tl.store(out.tables + row * table_row + i, entry, mask=ok)
         tl.store(line + i, entry, mask=new)
 
@@ -132,19 +138,32 @@ class DecodeInputs(NamedTuple):
 
 
 def decode_inputs(
-    packed: Tensor, slot_tables: Tensor, last_tokens: Tensor, out: DecodeInputs, *, query: int, block_size: int
+    packed: Tensor,
+    slot_tables: Tensor,
+    last_tokens: Tensor,
+    out: DecodeInputs,
+    *,
+    query: int,
+    block_size: int,
+    group: int = 0,
+    groups: int = 1,
+    tail: int | None = None,
+    pad_block: int = 0,
 ) -> None:
     """Fills `out` and updates slot_tables. Rows without tokens must be the last rows.
 
     Args:
-        packed: contiguous int32 [B, packed_width(query, block_size)].
+        packed: contiguous int32 [B, packed_width(query, block_size, groups)].
         slot_tables: int32 [slots, n]. The last slot is the pad slot, which no sequence uses.
         last_tokens: int64 [slots], the token sampled last in each slot.
         query: largest number of tokens in a row.
+        group: the KV group whose blocks go to `out` and slot_tables.
+        tail: blocks before the block of `start` that a window sees; those before become pad_block. None: no window.
     """
     rows, width = packed.shape
-    assert width == packed_width(query, block_size)
+    assert width == packed_width(query, block_size, groups)
     assert packed.is_contiguous()
-    tensors, pad = (packed, slot_tables, last_tokens, out), slot_tables.shape[0] - 1
+    tensors, pads = (packed, slot_tables, last_tokens, out), (slot_tables.shape[0] - 1, pad_block)
     strides, sizes = (slot_tables.stride(0), out.tables.stride(0)), {"Q": query, "WIDTH": width, "BS": block_size}
-    _decode_inputs_kernel[(rows,)](*tensors, rows, pad, *strides, **sizes, num_warps=4)
+    sizes |= {"FRESH": group * blocks_touched(query, block_size), "TAIL": -1 if tail is None else tail}
+    _decode_inputs_kernel[(rows,)](*tensors, rows, *pads, *strides, **sizes, num_warps=4)

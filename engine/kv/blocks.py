@@ -71,6 +71,7 @@ class BlockPool:
         assert callbacks.keys() <= CacheCallbacks.__annotations__.keys()
         self.num_blocks, self.block_size = num_blocks, block_size
         self._keeps_prefixes = keeps_prefixes
+        self.pages_per_block = 1  # More with KV groups, see grouped_blocks.py; `num_blocks` counts pages then
         self.lock = threading.Lock()  # Guards the pool, its leases and pins, the prefix cache and the host tier
         self._cache = PrefixCache(num_blocks, has_host_tier=host_blocks > 0, policy=policy, max_pinned=max_pinned)
         self._holds = [0] * num_blocks  # Leases, step fences and planned copies on each block
@@ -96,6 +97,15 @@ class BlockPool:
                 on_stored=callbacks.get("on_host_stored", _no_callback),
                 on_evicted=callbacks.get("on_host_evicted", _no_callback),
             )
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Returns the number of blocks that a sequence of `num_tokens` tokens needs."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that fits."""
+        return self.num_blocks * self.block_size
 
     def lease(
         self,
@@ -313,7 +323,7 @@ class BlockPool:
         """Returns the defects, one sentence each."""
         defects = self._cache.inconsistencies()
         defects += [] if self.host_tier is None else self.host_tier.inconsistencies()
-        users = [*(lease.blocks for lease in self._leases), *(fence.blocks for fence in self._fences)]
+        users = [*(lease.all_pages() for lease in self._leases), *(fence.blocks for fence in self._fences)]
         for kind, actual, holders in (
             ("hold", self._holds, [*users, self._copy_sources]),
             ("writer", self._writers, [pin.pinned for pin in self._pins if pin.is_writer]),
@@ -487,18 +497,30 @@ class Lease:
             lead = self.blocks[:shared]
             moved = [self.blocks.pop() for _ in range(spare)]
             pool._acquire(lead, pool._holds)
-            other = Lease(pool, lead + moved, self.num_published, retention=self.retention)
+            other = type(self)(pool, lead + moved, self.num_published, retention=self.retention)
             other.cached_blocks, other.host_blocks = self.cached_blocks, self.host_blocks
             other.host_load = self.host_load
             if shared > self.num_published:
                 self.cow_index = other.cow_index = shared - 1
             return other
 
-    def copy_on_write(self) -> BlockCopy | None:
+    def pages_of(self, index: int) -> list[int]:
+        """Returns the physical blocks of a logical block: one, or one per KV group."""
+        return [self.blocks[index]]
+
+    def all_pages(self) -> list[int]:
+        """Returns all physical blocks, of all KV groups."""
+        return self.blocks
+
+    def cover(self, start: int, end: int) -> bool:
+        """Prepares KV groups with windows for a step that computes the tokens start..end; there are none here."""
+        return True
+
+    def copy_on_write(self) -> tuple[BlockCopy, ...] | None:
         """Replaces the shared block at `cow_index`, so that the step being planned may write there.
 
-        Returns the copy that the step has to do first; source and target are equal if no other lease uses the block any
-        more. Returns None, and changes nothing, if this needs a block and none is available.
+        Returns the copies that the step has to do first, one per KV group; source and target are equal if no other
+        lease uses the block any more. Returns None, and changes nothing, if this needs blocks that are not available.
         """
         pool = self._pool
         with pool.lock:
@@ -507,7 +529,7 @@ class Lease:
             block = self.blocks[index]
             if not pool._is_shared(block):
                 self.cow_index = -1
-                return BlockCopy(block, block)
+                return (BlockCopy(block, block),)
             if index < len(self.blocks) - 1:
                 target = self.blocks.pop()
             elif pool._can_allocate(1):
@@ -518,7 +540,7 @@ class Lease:
             self.cow_index = -1
             self.num_replaced += 1
             pool._copy_sources.append(block)
-            return BlockCopy(block, target)
+            return (BlockCopy(block, target),)
 
     def publish(self, hashes: Sequence[bytes]) -> None:
         """Registers the first len(hashes) blocks; their KV is complete.
@@ -592,8 +614,11 @@ class Lease:
                 return
             self.finished, self.reason = True, reason
             pool._leases.discard(self)
-            pool._release_after_steps(self.blocks[::-1])
-            self.blocks = []
+            pool._release_after_steps(self.all_pages()[::-1])
+            self._clear()
+
+    def _clear(self) -> None:
+        self.blocks = []
 
     def _replace(self, i: int, canonical: int) -> int:
         """Replaces the block at index i by the registered block with the same KV; returns the former."""

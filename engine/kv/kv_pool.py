@@ -8,7 +8,7 @@ Peers write to `probe_block` to test the transfer path. `dummy_block` pads block
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ class LayerKV:
     kv: Tensor
     scales: Tensor | None = None  # bfloat16 [num_blocks, kv_heads, block_size, 2 (K, V)] for e4m3, else None
     latent_dim: int = 0  # Above 0: the first numbers of a key are also its value, see `KVLayout.latent_dim`.
+    group: int = 0  # KV group of the layer. Layers of other groups may have the same views, and use other pages.
 
     def __post_init__(self) -> None:
         assert (self.scales is not None) == (self.kv.dtype == torch.uint8)
@@ -97,7 +98,15 @@ class KVPool:
         scaled = prefix + "scales" in names
         scales = self.segment_view(prefix + "scales").unbind(1) if scaled else [None] * len(kv)
         latent_dim = 0 if prefix else self.layout.latent_dim
-        return tuple(LayerKV(*layer, latent_dim) for layer in zip(kv, scales, strict=True))
+        layers = tuple(LayerKV(*layer, latent_dim) for layer in zip(kv, scales, strict=True))
+        if prefix or not self.layout.groups:
+            return layers
+        places = {
+            layer: replace(layers[place], group=number)
+            for number, group in enumerate(self.layout.groups)
+            for place, layer in enumerate(group.layers)
+        }
+        return tuple(places[layer] for layer in range(self.layout.num_layers))
 
     def segment_view(self, name: str) -> Tensor:
         """Returns a view of one segment of the KV layout, [num_blocks + 2, *shape]."""

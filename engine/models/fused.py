@@ -55,7 +55,7 @@ class FusedOps(TorchOps):
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
             heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
-            self._rotate_and_write(qkv, attention, heads, cache, positions, metadata)
+            self._rotate_and_write(qkv, attention, heads, cache, positions, backend.slot_mapping(metadata, cache))
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             kv = split[:, heads:].view(-1, 2, kv_heads, dim)
             attended = backend.attend_written(split[:, :heads], kv, cache, metadata, attention.window, attention.sinks)
@@ -64,13 +64,16 @@ class FusedOps(TorchOps):
         return attend
 
     def kv_write_for(self, positions: Tensor, context: ForwardContext) -> WriteKVFn:
+        backend = cast(TritonAttention, context.backend)
+
         def write(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
-            self._rotate_and_write(kv, attention, 0, cache, positions, context.metadata)
+            slots = backend.slot_mapping(context.metadata, cache)
+            self._rotate_and_write(kv, attention, 0, cache, positions, slots)
 
         return write
 
     def _rotate_and_write(
-        self, qkv: Tensor, attention: Attention, heads: int, cache: LayerKV, positions: Tensor, metadata: TritonMetadata
+        self, qkv: Tensor, attention: Attention, heads: int, cache: LayerKV, positions: Tensor, slots: Tensor
     ) -> None:
         """Rotates qkv, which has `heads` query heads, in place and writes its keys and values to the pool."""
         q_norm, k_norm = attention.q_norm, attention.k_norm
@@ -81,7 +84,7 @@ class FusedOps(TorchOps):
             norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.eps}
         tables, out = (self._cos, self._sin), attention.out.weight
         soon = out if MIN_PREFETCH_BYTES <= out.nbytes <= PREFETCH_BYTES else None
-        rope_kv_write(qkv, cache, positions, metadata.slot_mapping, *tables, num_heads=heads, soon=soon, **norms)
+        rope_kv_write(qkv, cache, positions, slots, *tables, num_heads=heads, soon=soon, **norms)
 
     def _norm_jointly(self, qkv: Tensor, attention: Attention, heads: int) -> None:
         """Normalises the queries and the keys of qkv in place, each over all heads together."""

@@ -17,18 +17,20 @@ The engine's thread calls it; any thread may call `stats`. docs/design.md has th
 
 from __future__ import annotations
 
+import functools
 import heapq
 from bisect import insort
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
+from common.errors import BatonError, InternalError, InvalidRequest
 from common.types import MAX_N, FinishReason
 from engine.kv.blocks import BlockCopy, BlockPool, Lease
 from engine.kv.eviction import Retention
 from engine.schedule.chunks import ChunkPolicy
+from engine.schedule.limits import SchedulerConfig
 from engine.schedule.outputs import SchedulerStats
 from engine.schedule.sequence import DraftTokens, Sequence
 
@@ -37,36 +39,6 @@ if TYPE_CHECKING:
 
 NO_DRAFTS: Mapping[Sequence, DraftTokens] = MappingProxyType({})
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of the steps. Raises ConfigError with the name of a wrong field."""
-
-    chunk_tokens: int  # Tokens of one step
-    #: Tokens of a step without decodes, which delays no decode; None for chunk_tokens. A lone prompt gets twice that.
-    prompt_step_tokens: int | None = None
-    local_chunk_tokens: int = 0  # Max prompt tokens of a step with decodes; 0 for all that are left
-    max_seqs: int  # Sequences that run at once
-    max_model_len: int  # Tokens of one sequence
-
-    def __post_init__(self) -> None:
-        for field in ("chunk_tokens", "max_seqs", "max_model_len"):
-            if (value := getattr(self, field)) < 1:
-                raise ConfigError(f"{field} must be at least 1, is {value}", field=field)
-        if self.prompt_step_tokens is not None and self.prompt_step_tokens < self.chunk_tokens:
-            text = f"prompt_step_tokens {self.prompt_step_tokens} is less than chunk_tokens {self.chunk_tokens}"
-            raise ConfigError(text, field="prompt_step_tokens")
-
-    @property
-    def max_step_tokens(self) -> int:
-        """Max tokens of any step."""
-        return self.chunk_tokens if self.prompt_step_tokens is None else 2 * self.prompt_step_tokens
-
-    @property
-    def step_limits(self) -> tuple[int, int, int]:
-        """Max tokens of any step, max sequences of a step, and max tokens of a sequence."""
-        return self.max_step_tokens, self.max_seqs, self.max_model_len
 
 
 class ScheduledSequence(NamedTuple):
@@ -80,7 +52,7 @@ class ScheduledSequence(NamedTuple):
     num_recomputed: int = 0  # New tokens that had KV before a preemption
     drafts: tuple[int, ...] = ()  # Guesses of the tokens after the newest one; the last of the `num_new` tokens
     draft_probs: Tensor | None = None  # See DraftTokens.probs
-    block_copy: BlockCopy | None = None  # A copy to make before anything of the step is written
+    block_copies: tuple[BlockCopy, ...] = ()  # Copies to make before anything of the step is written
 
 
 def _priority_key(seq: Sequence) -> tuple[int, int, int]:
@@ -133,14 +105,15 @@ class Scheduler:
                 f"{prompt_len} prompt tokens and {max_len - prompt_len} new ones exceed a context of {limit} tokens",
                 field="max_tokens",
             )
-        if self._num_blocks(max_len - 1) > num_blocks:
+        if self._pool.pages_for(max_len - 1) > num_blocks:
             raise InvalidRequest(
                 f"{max_len} tokens never fit in {num_blocks} blocks of {block_size} tokens",
-                field="prompt" if self._num_blocks(prompt_len) > num_blocks else "max_tokens",
+                field="prompt" if self._pool.pages_for(prompt_len) > num_blocks else "max_tokens",
             )
         if not 1 <= seq.request.sampling.n <= MAX_N:
             raise InvalidRequest(f"n is {seq.request.sampling.n}; it must be from 1 to {MAX_N}", field="n")
-        if self._num_blocks(prompt_len) + _num_future_forks(seq) > num_blocks:
+        forked_pages = _num_future_forks(seq) * self._pool.pages_per_block
+        if self._pool.pages_for(prompt_len) + forked_pages > num_blocks:
             raise InvalidRequest(
                 f"{seq.num_samples} sequences of {prompt_len} prompt tokens never fit in {num_blocks} blocks of "
                 f"{block_size} tokens",
@@ -234,7 +207,7 @@ class Scheduler:
             self._admit(new=True)  # new sequences, if slots and blocks are left
             if drafts:
                 self._add_drafts(decodes, drafts)  # if tokens and blocks are left
-            scheduled = decodes + self._schedule_chunks(self._prompt_token_limit(decodes))  # the other tokens
+            scheduled = self._add_chunks(decodes, self._prompt_token_limit(decodes))  # the other tokens
             if scheduled or not self._preempt_paused():
                 break
         self._trim_unused_draft_blocks(scheduled)
@@ -293,14 +266,18 @@ class Scheduler:
             # A sequence that this loop has preempted has no KV, so it is not `decoding`.
             if seq.blocked or not seq.decoding or seq.reaches_limit or seq.num_drafted or seq.forking:
                 continue
-            start, lease, copy = seq.start, seq.lease, None
+            start, lease = seq.start, seq.lease
+            copies: tuple[BlockCopy, ...] = ()
             assert lease is not None
             if lease.cow_index == start // block_size:
-                copy = self._allocate_or_preempt(seq, lease.copy_on_write)
-                if copy is None:
+                copies = self._allocate_or_preempt(seq, lease.copy_on_write) or ()
+                if not copies:
                     continue
-            if start < seq.allocated or self._allocate_or_preempt(seq, lease.grow):
-                decodes.append(ScheduledSequence(seq, start, 1, samples=True, is_decode=True, block_copy=copy))
+            if (start < seq.allocated or self._allocate_or_preempt(seq, lease.grow)) and (
+                self._pool.pages_per_block == 1
+                or self._allocate_or_preempt(seq, functools.partial(lease.cover, start, start + 1))
+            ):
+                decodes.append(ScheduledSequence(seq, start, 1, samples=True, is_decode=True, block_copies=copies))
         return decodes
 
     def _add_drafts(self, decodes: list[ScheduledSequence], drafts: Mapping[Sequence, DraftTokens]) -> None:
@@ -316,7 +293,9 @@ class Scheduler:
             end = entry.start + 1 + min(limit, len(proposed.tokens))
             if end > seq.allocated:
                 self._extend(seq, end, keep_free=growing)
-            if verified := proposed.tokens[: min(end, seq.allocated) - entry.start - 1]:
+            verified = proposed.tokens[: min(end, seq.allocated) - entry.start - 1]
+            assert seq.lease is not None
+            if verified and seq.lease.cover(entry.start, entry.start + 1 + len(verified)):
                 spare -= len(verified)
                 decodes[index] = entry._replace(num_new=1 + len(verified), drafts=verified, draft_probs=proposed.probs)
 
@@ -330,11 +309,11 @@ class Scheduler:
         alone = prompts == 1 and all(seq.blocked for seq in self._waiting)
         return config.max_step_tokens if alone else config.prompt_step_tokens
 
-    def _schedule_chunks(self, limit: int) -> list[ScheduledSequence]:
-        """Returns the prompt chunks of the step, `limit` tokens together."""
+    def _add_chunks(self, decodes: list[ScheduledSequence], limit: int) -> list[ScheduledSequence]:
+        """Returns the step: the decodes, and then prompt chunks of `limit` tokens together."""
         prompts = [seq for seq in self._running if not (seq.blocked or seq.decoding)]
         if not prompts or limit <= 0:
-            return []
+            return decodes
         for seq in prompts:
             lease, size = seq.lease, self._pool.block_size
             assert lease is not None
@@ -342,14 +321,39 @@ class Scheduler:
                 cached = lease.rematch(seq.matchable_hashes())
                 if cached * size > seq.computed:
                     self._start_from(seq, cached)
-        chunks: list[ScheduledSequence] = []
-        for seq, num_new in self._chunks.split(prompts, limit).items():
+        scheduled = decodes.copy()
+        has_groups = self._pool.pages_per_block > 1
+        for seq, wanted in self._chunks.split(prompts, limit).items():
+            num_new = self._cover_chunk(seq, wanted, scheduled) if has_groups else wanted
+            if not num_new:
+                continue
             start, end = seq.start, seq.start + num_new
             assert end <= seq.allocated
             recomputed = max(0, min(end, seq.recompute_until) - start)
             self._stats.recomputed_tokens += recomputed
-            chunks.append(ScheduledSequence(seq, start, num_new, samples=end == seq.length, num_recomputed=recomputed))
-        return chunks
+            samples = end == seq.length
+            scheduled.append(ScheduledSequence(seq, start, num_new, samples=samples, num_recomputed=recomputed))
+        return scheduled
+
+    def _cover_chunk(self, seq: Sequence, num_new: int, scheduled: list[ScheduledSequence]) -> int:
+        """Allocates the pages of KV groups with windows for a chunk; returns its length, less if pages are short.
+
+        Without pages for one block it preempts the last sequence behind `seq` that is not in the step. Returns 0 if
+        there is none, or if pages will be freed without that.
+        """
+        start, size = seq.start, self._pool.block_size
+        in_step = {entry.seq for entry in scheduled}
+        one_block = size - start % size
+        while (lease := seq.lease) is not None:  # an earlier chunk of the step may have preempted it
+            if lease.cover(start, start + num_new):
+                return num_new
+            if num_new > one_block:
+                num_new = one_block + max(0, num_new // 2 - one_block) // size * size
+                continue
+            if seq.launched or self._blocks_will_be_freed() or not (victim := self._victim(seq, in_step)):
+                return 0
+            self._preempt(victim)
+        return 0
 
     def _trim_unused_draft_blocks(self, scheduled: list[ScheduledSequence]) -> None:
         """Releases the blocks that were reserved for drafts which this step does not verify."""
@@ -420,7 +424,7 @@ class Scheduler:
         """Grows the lease to `end` tokens if `keep_free` blocks stay available."""
         assert seq.lease is not None
         missing = self._num_blocks(end) - len(seq.lease.blocks)
-        if missing > 0 and self._pool.num_available() - missing >= keep_free:
+        if missing > 0 and self._pool.num_available() - missing >= keep_free * self._pool.pages_per_block:
             seq.lease.grow(missing)
 
     def _num_growing(self) -> int:
@@ -441,9 +445,12 @@ class Scheduler:
         pool = self._pool
         return pool.num_deferred() > 0 or pool.copies_pending() or any(seq.reaches_limit for seq in self._running)
 
-    def _victim(self, seq: Sequence) -> Sequence | None:
-        """Returns the last sequence behind `seq` in order, else the last one that is paused or waits for a slot."""
-        holders = self._sequences_with_lease()
+    def _victim(self, seq: Sequence, kept: Collection[Sequence] = ()) -> Sequence | None:
+        """Returns the last sequence behind `seq` in order, else the last one that is paused or waits for a slot.
+
+        It is none of `kept`.
+        """
+        holders = [other for other in self._sequences_with_lease() if other not in kept]
         below = [other for other in holders if _priority_key(other) > _priority_key(seq)]
         stopped = [other for other in holders if other is not seq and (other.blocked or other in self._waiting)]
         return max(below or stopped, key=_priority_key, default=None)

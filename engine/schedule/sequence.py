@@ -22,6 +22,7 @@ import numpy as np
 from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
 from engine.kv.blocks import Lease
+from engine.kv.grouped_blocks import require_window_groups
 from engine.kv.host_tier import SavedPartialBlock
 from engine.models.pooling import Pooling
 from engine.sampling.constraint import Constraint
@@ -319,8 +320,11 @@ class BlockTables:
     sequence's tokens were for drafts and may have been exchanged, so these are copied each time.
     """
 
-    def __init__(self, slots: int, width: int) -> None:
+    def __init__(self, slots: int, width: int, tails: abc.Sequence[int] = (), pad_block: int = 0) -> None:
+        """`tails` has the blocks before a boundary that each window group sees, `pad_block` is that of WindowTables."""
         self.blocks = np.zeros((slots, width), dtype=np.int32)  # int32 [slots, width]
+        #: The tables of the other KV groups.
+        self.groups = tuple(WindowTables(slots, width, i, tail, pad_block) for i, tail in enumerate(tails))
         #: Number of first entries of each row that the device has. `row` lowers it, the copies to the device raise it.
         self.num_on_device = np.zeros(slots, dtype=np.int64)
         self._leases: list[Lease | None] = [None] * slots
@@ -340,5 +344,40 @@ class BlockTables:
         elif count > self._num_current[slot]:
             row[self._num_current[slot] : count] = lease.blocks[self._num_current[slot] :]
             self.num_on_device[slot] = min(self.num_on_device[slot], self._num_current[slot])
+        self._num_current[slot] = min(count, -(-seq.length // seq.block_size))
+        return row[:count]
+
+
+class WindowTables:
+    """The block tables of one KV group with a window, as in `BlockTables`. A row has `pad_block` before the window."""
+
+    def __init__(self, slots: int, width: int, group: int, tail: int, pad_block: int) -> None:
+        self.tail, self.pad_block = tail, pad_block
+        self.blocks = np.full((slots, width), pad_block, dtype=np.int32)  # int32 [slots, width]
+        #: As in BlockTables; the device may have other blocks before the window, which its steps replace.
+        self.num_on_device = np.zeros(slots, dtype=np.int64)
+        self._group = group  # Index in GroupedLease.window_tables
+        self._leases: list[Lease | None] = [None] * slots
+        self._num_replaced = [0] * slots
+        self._num_current = [0] * slots  # As in BlockTables
+        self._first_live = [0] * slots  # First block of each row that is not `pad_block`
+
+    def row(self, seq: Sequence) -> np.ndarray:
+        """Returns the pages of a running sequence's lease in this group, int32."""
+        slot, lease = seq.slot, seq.lease
+        assert lease is not None
+        grouped = require_window_groups(lease)
+        table, first_live = grouped.window_tables[self._group], grouped.first_live[self._group]
+        count = len(table)
+        row: np.ndarray = self.blocks[slot]
+        begin = self._num_current[slot]
+        if self._leases[slot] is not lease or self._num_replaced[slot] != lease.num_replaced:
+            self._leases[slot], self._num_replaced[slot] = lease, lease.num_replaced
+            self._first_live[slot] = self.num_on_device[slot] = begin = 0
+        if count > begin:
+            row[begin:count] = table[begin:]
+            self.num_on_device[slot] = min(self.num_on_device[slot], begin)
+        row[min(begin, self._first_live[slot]) : first_live] = self.pad_block
+        self._first_live[slot] = first_live
         self._num_current[slot] = min(count, -(-seq.length // seq.block_size))
         return row[:count]

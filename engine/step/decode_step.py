@@ -12,7 +12,7 @@ samples after every token of a row as if all drafts before it were right, and th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.adapters.rows import StepAdapters
 from engine.adapters.slots import AdapterSlots
+from engine.attention.grouped import GroupedAttention, GroupedMetadata
 from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention, TritonMetadata
 from engine.cuda_graphs import CudaGraphs, batch_buckets, unowned_view
 from engine.device import pinned_copy
@@ -28,6 +29,7 @@ from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext, Model
 from engine.sampling.device_sampler import DeviceSampler
 from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import WindowTables
 from engine.speculation.acceptance import accepted_mask
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, StateLinks, TargetModel
 from engine.step.step_tensors import SlotTables, token_slots, uses_adapters
@@ -51,7 +53,7 @@ class DecodeStep:
         self,
         model: Model,
         cache: Sequence[LayerKV],
-        backend: TritonAttention,
+        backend: TritonAttention | GroupedAttention,
         sampler: DeviceSampler,
         slot_tables: SlotTables,
         last_tokens: Tensor,  # int64 [slots + 1], the token sampled last in each slot; shared with all other steps
@@ -66,7 +68,7 @@ class DecodeStep:
         assert max_seq_drafts <= max_drafts
         self.max_rows = max_rows
         self._model, self._cache, self._backend, self._sampler = model, cache, backend, sampler
-        self._slot_tables, self._tables, self._last_tokens = slot_tables, slot_tables.tables, last_tokens
+        self._slot_tables, self._last_tokens = slot_tables.groups, last_tokens
         self._draft, self._target = draft_model, TargetModel(model, cache, backend)
         self._block_size, self._device = cache[0].block_size, last_tokens.device
         self._pad_block = cache[0].kv.shape[0] - 1  # the dummy block
@@ -83,10 +85,15 @@ class DecodeStep:
         ]
         self.shapes = sorted(shapes, key=lambda shape: (shape.rows * shape.query, shape), reverse=True)
         most_tokens = max(shape.rows * shape.query for shape in shapes)
-        words = max(shape.rows * packed_width(shape.query, self._block_size) for shape in shapes)
+        words = max(shape.rows * self._packed_width(shape.query) for shape in shapes)
         self._adapters = None if adapters is None else adapters.buffer(most_tokens)
         self._packed = torch.zeros(words, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.empty(max_rows, most_tokens, slot_tables.width, self._device)
+        # The window groups have slot mappings and block tables of their own.
+        self._group_inputs = [(self._inputs.slot_mapping, self._inputs.tables)]
+        self._group_inputs += [
+            (torch.zeros_like(s), torch.zeros_like(t)) for s, t in self._group_inputs * (len(self._slot_tables) - 1)
+        ]
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
         self._graphs = CudaGraphs("decode", self._device, self._compute, keep=_without_ownership, describe=str)
 
@@ -109,20 +116,22 @@ class DecodeStep:
         query = self._query(scheduled)
         rows = next(size for size in self._buckets[query] if size >= len(scheduled))
         size, count = self._block_size, len(scheduled)
-        for entry in scheduled:
-            self._tables.row(entry.seq)
+        for slot_tables in self._slot_tables:
+            for entry in scheduled:
+                slot_tables.tables.row(entry.seq)
         slots = np.array([entry.seq.slot for entry in scheduled])
         starts = np.array([entry.start for entry in scheduled])
         num_new = np.array([entry.num_new for entry in scheduled])
         ends = np.cumsum(num_new)
         # The blocks of the new tokens travel with the row. All blocks before are on the device, or are copied first.
         base, last = starts // size, (starts + num_new - 1) // size
-        missing = self._tables.num_on_device[slots] < base
-        if missing.any():
-            self._slot_tables.copy(slots[missing], int(base[missing].max()))
-        self._tables.num_on_device[slots] = last + 1
+        for slot_tables in self._slot_tables:
+            missing = slot_tables.tables.num_on_device[slots] < base
+            if missing.any():
+                slot_tables.copy(slots[missing], int(base[missing].max()))
+            slot_tables.tables.num_on_device[slots] = last + 1
 
-        packed = np.zeros((rows, packed_width(query, size)), dtype=np.int32)
+        packed = np.zeros((rows, self._packed_width(query)), dtype=np.int32)
         packed[count:, 0] = self._sampler.pad_slot
         packed[count:, 2] = ends[-1]
         packed[:count, 0] = slots
@@ -134,7 +143,10 @@ class DecodeStep:
             for entry in scheduled
         ]
         touched = np.minimum(base[:, None] + np.arange(blocks_touched(query, size)), last[:, None])
-        packed[:count, HEADER + query :] = self._tables.blocks[slots[:, None], touched]
+        for group, slot_tables in enumerate(self._slot_tables):
+            first = HEADER + query + group * touched.shape[1]
+            blocks = slot_tables.tables.blocks[slots[:, None], touched]
+            packed[:count, first : first + touched.shape[1]] = blocks
         self._send(packed)
         bucket = DecodeBucket(rows, query, self._adapters is not None and uses_adapters(scheduled))
         if self._adapters is not None and bucket.adapted:
@@ -155,13 +167,8 @@ class DecodeStep:
 
     def _compute(self, shape: DecodeBucket) -> tuple[Tensor, Tensor]:
         rows, query, adapted = shape
-        packed = self._packed[: rows * packed_width(query, self._block_size)].view(rows, -1)
-        inputs = self._inputs.slice_for(rows, query)
-        slot_tables, size = self._slot_tables.device_tables, self._block_size
-        decode_inputs(packed, slot_tables, self._last_tokens, inputs, query=query, block_size=size)
-        metadata = self._backend.decode_metadata(
-            inputs.slot_mapping, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
-        )
+        packed = self._packed[: rows * self._packed_width(query)].view(rows, -1)
+        inputs, metadata = self._expand(packed, rows, query)
         adapters = self._adapters.rows(rows * query) if self._adapters is not None and adapted else None
         hidden, states = self._forward(inputs, metadata, None if adapters is None else StepAdapters(adapters))
         logits = self._model.logits(hidden, adapters)
@@ -180,8 +187,30 @@ class DecodeStep:
             self._store_states(self._draft, states, inputs, results, query)
         return results, logits
 
+    def _expand(self, packed: Tensor, rows: int, query: int) -> tuple[DecodeInputs, TritonMetadata | GroupedMetadata]:
+        """Makes the inputs and the attention's metadata of a step from its packed rows."""
+        sizes = {"query": query, "block_size": self._block_size}
+        inputs = self._inputs.slice_for(rows, query)
+        if not isinstance(self._backend, GroupedAttention):
+            decode_inputs(packed, self._slot_tables[0].device_tables, self._last_tokens, inputs, **sizes)
+            metadata = self._backend.decode_metadata(
+                inputs.slot_mapping, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
+            )
+            return inputs, metadata
+        mappings, tables = [m[: rows * query] for m, _ in self._group_inputs], [t[:rows] for _, t in self._group_inputs]
+        for group, slot_tables in enumerate(self._slot_tables):
+            out = inputs._replace(slot_mapping=mappings[group], tables=tables[group])
+            tail = slot_tables.tables.tail if isinstance(slot_tables.tables, WindowTables) else None
+            place: dict[str, Any] = {"group": group, "groups": len(self._slot_tables), "tail": tail}
+            place |= {"pad_block": self._pad_block, **sizes}
+            decode_inputs(packed, slot_tables.device_tables, self._last_tokens, out, **place)
+        return inputs, self._backend.decode_metadata(mappings, inputs.cu_q, inputs.seq_lens, tables, max_new=query)
+
+    def _packed_width(self, query: int) -> int:
+        return packed_width(query, self._block_size, len(self._slot_tables))
+
     def _forward(
-        self, inputs: DecodeInputs, metadata: TritonMetadata, adapters: StepAdapters | None
+        self, inputs: DecodeInputs, metadata: TritonMetadata | GroupedMetadata, adapters: StepAdapters | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns hidden states of all tokens, and their states for an EAGLE head, if there is one."""
         if self._draft is None or self._draft.lags:
@@ -212,7 +241,7 @@ class DecodeStep:
         self._packed[: packed.size].copy_(pinned_copy(packed.reshape(-1), self._device), non_blocking=True)
 
     def _stage_padding(self, shape: DecodeBucket) -> None:
-        packed = np.zeros((shape.rows, packed_width(shape.query, self._block_size)), dtype=np.int32)
+        packed = np.zeros((shape.rows, self._packed_width(shape.query)), dtype=np.int32)
         packed[:, 0] = self._sampler.pad_slot
         self._send(packed)
         if self._adapters is not None and shape.adapted:

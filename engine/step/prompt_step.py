@@ -26,12 +26,14 @@ from torch import Tensor
 
 from engine.adapters.rows import StepAdapters
 from engine.adapters.slots import AdapterSlots
+from engine.attention.grouped import GroupedAttention, GroupedMetadata
 from engine.attention.triton_backend import DecodeRows, TritonAttention, TritonMetadata
 from engine.cuda_graphs import CudaGraphs, unowned_view
 from engine.device import ALIGNMENT
 from engine.kv.kv_pool import KVPool
 from engine.models.base import ForwardContext, Model
 from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import WindowTables
 from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel
 from engine.step.sample_step import SampleStep
 from engine.step.step_tensors import SlotTables, StepPlan
@@ -67,7 +69,7 @@ class PromptStep:
         self,
         model: Model,
         kv: KVPool,
-        backend: TritonAttention,
+        backend: TritonAttention | GroupedAttention,
         sampler: DeviceSampler,
         slot_tables: SlotTables,
         last_tokens: Tensor,  # int64 [slots + 1], the token sampled last in each slot; shared with all other steps
@@ -99,6 +101,7 @@ class PromptStep:
         self._token_adapters = None if adapters is None else adapters.buffer(self._sizes[-1])
         self._result_adapters = None if adapters is None else adapters.buffer(self._max_results)
         tokens = self._sizes[-1]
+        self._window_groups = range(1, len(slot_tables.groups))
         fields = {
             "tokens": tokens,  # -1 - slot for the token that was sampled last in the slot
             "positions": tokens,
@@ -112,6 +115,10 @@ class PromptStep:
             "tiles": max(backend.tile_list_size(size, max_rows) for size in self._sizes),
             "new_places": MAX_NEW_ENTRIES,  # New entries of block tables: place in the table of all slots, and block
             "new_blocks": MAX_NEW_ENTRIES,
+            # The same of each KV group with a window.
+            **{_of_group("slot_mapping", group): tokens for group in self._window_groups},
+            **{_of_group("new_places", group): MAX_NEW_ENTRIES for group in self._window_groups},
+            **{_of_group("new_blocks", group): MAX_NEW_ENTRIES for group in self._window_groups},
             "sample_slots": max_rows,
             "sample_positions": max_rows,
         }
@@ -123,10 +130,11 @@ class PromptStep:
         self._fields, total = _slices(fields)
         self._blank = np.zeros(total, dtype=np.int32)  # A step without rows
         blank = self._views(self._blank)
-        blank["slot_mapping"][:] = -1
+        for group in range(len(slot_tables.groups)):
+            blank[_of_group("slot_mapping", group)][:] = -1
+            blank[_of_group("new_places", group)][:] = self._pad_slot * slot_tables.width
         for name in "row_slots", "sample_slots":
             blank[name][:] = self._pad_slot
-        blank["new_places"][:] = self._pad_slot * slot_tables.width
         for name, value in ("draft_slots", -1), ("blocks_before", kv.dummy_block):
             if name in blank:
                 blank[name][:] = value
@@ -157,18 +165,19 @@ class PromptStep:
         num_rows, num_decodes, count = len(slots), len(slots) - len(plan.prefill_rows), len(plan.tokens)
         ends, first_tokens = starts + num_new, np.zeros(num_rows + 1, dtype=np.int64)
         np.cumsum(num_new, out=first_tokens[1:])
-        table = self._slot_tables.tables.blocks
         host = torch.empty(len(self._blank), dtype=torch.int32, pin_memory=self._device.type == "cuda")
         packed = host.numpy()
         packed[:] = self._blank
         inputs = self._views(packed)
-        places, blocks = self._new_entries(slots, starts, ends)
-        inputs["new_places"][: len(places)], inputs["new_blocks"][: len(places)] = places, blocks
         token_slots = np.repeat(slots, num_new)
-        slot_mapping = table[token_slots, plan.positions // size] * size + plan.positions % size
+        for group, slot_tables in enumerate(self._slot_tables.groups):
+            places, blocks = self._new_entries(slot_tables, slots, starts, ends)
+            inputs[_of_group("new_places", group)][: len(places)] = places
+            inputs[_of_group("new_blocks", group)][: len(places)] = blocks
+            block = slot_tables.tables.blocks[token_slots, plan.positions // size]
+            inputs[_of_group("slot_mapping", group)][:count] = block * size + plan.positions % size
         inputs["tokens"][:count] = plan.tokens
         inputs["positions"][:count] = plan.positions
-        inputs["slot_mapping"][:count] = slot_mapping
         inputs["rows"][: len(plan.hidden_indices)] = plan.hidden_indices
         inputs["row_slots"][:num_rows] = slots
         inputs["cu_q"][:] = count
@@ -189,9 +198,10 @@ class PromptStep:
         if self._draft_backend is not None:
             tiles = self._draft_backend.list_tiles(*chunks)
             inputs["draft_tiles"][: len(tiles)] = tiles
-            inputs["draft_slots"][:count] = slot_mapping
+            inputs["draft_slots"][:count] = inputs["slot_mapping"][:count]
             inputs["draft_slots"][: first_tokens[num_decodes]] = -1
         elif self._draft is not None:
+            table = self._slot_tables.tables.blocks
             before = np.where(starts > 0, table[slots, np.maximum(starts - 1, 0) // size], self._kv.dummy_block)
             for name, values in ("first_tokens", first_tokens[:-1]), ("blocks_before", before):
                 inputs[name][:] = values[0]  # padding repeats the first row
@@ -233,19 +243,21 @@ class PromptStep:
             nothing = np.zeros(0, dtype=np.int64)
             self._stage_adapters(nothing, nothing, bucket)
 
-    def _new_entries(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _new_entries(
+        self, slot_tables: SlotTables, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the entries of the rows' block tables that the device lacks: their places, and their blocks."""
-        tables, size = self._slot_tables.tables, self._block_size
+        tables, size = slot_tables.tables, self._block_size
         current = np.minimum(tables.num_on_device[slots], starts // size)
         needed = -(-ends // size)
         tables.num_on_device[slots] = needed
         missing = needed - current
         if missing.sum() > MAX_NEW_ENTRIES:
-            self._slot_tables.copy(slots, int(needed.max()))
+            slot_tables.copy(slots, int(needed.max()))
             return slots[:0], slots[:0]
         index = np.arange(missing.sum()) + np.repeat(current - (np.cumsum(missing) - missing), missing)
         entry_slots = np.repeat(slots, missing)
-        return entry_slots * self._slot_tables.width + index, tables.blocks[entry_slots, index]
+        return entry_slots * slot_tables.width + index, tables.blocks[entry_slots, index]
 
     def _num_hidden(self, bucket: PromptBucket) -> int:
         """Returns the number of hidden states that a graph returns."""
@@ -255,9 +267,11 @@ class PromptStep:
         model, cache, _ = self._target
         inputs, size = self._inputs, bucket.tokens
         num_rows = min(self._max_rows, size if bucket.decodes else FEW_ROWS)
-        slot_tables = self._slot_tables.device_tables
-        slot_tables.view(-1).index_copy_(0, inputs["new_places"].long(), inputs["new_blocks"])
-        tables = slot_tables.index_select(0, inputs["row_slots"][:num_rows])
+        tables: list[Tensor] = []
+        for group, slot_tables in enumerate(self._slot_tables.groups):
+            places, blocks = inputs[_of_group("new_places", group)], inputs[_of_group("new_blocks", group)]
+            slot_tables.device_tables.view(-1).index_copy_(0, places.long(), blocks)
+            tables.append(slot_tables.device_tables.index_select(0, inputs["row_slots"][:num_rows]))
         tokens, positions = inputs["tokens"][:size], inputs["positions"][:size]
         tokens = torch.where(tokens < 0, self._last_tokens.index_select(0, (-1 - tokens).clamp_(min=0)), tokens)
         cu_q, seq_lens = inputs["cu_q"][: num_rows + 1], inputs["seq_lens"][:num_rows]
@@ -266,10 +280,14 @@ class PromptStep:
         if bucket.decodes:
             decode_rows = inputs["decode_cu_q"][: num_rows + 1], inputs["decode_lens"][:num_rows]
             decode = DecodeRows(*decode_rows, self._max_new)
-        slot_mapping = inputs["slot_mapping"][:size]
-        metadata: TritonMetadata = self._backend.listed_metadata(
-            slot_mapping, cu_q, seq_lens, tables, inputs["tiles"], decode
-        )
+        metadata: TritonMetadata | GroupedMetadata
+        if not isinstance(self._backend, GroupedAttention):
+            slot_mapping = inputs["slot_mapping"][:size]
+            metadata = self._backend.listed_metadata(slot_mapping, cu_q, seq_lens, tables[0], inputs["tiles"], decode)
+        else:
+            mappings = [inputs[_of_group("slot_mapping", group)][:size] for group in range(len(tables))]
+            tables[1:] = self._mask_tables(tables[1:], cu_q, seq_lens)
+            metadata = self._backend.listed_metadata(mappings, cu_q, seq_lens, tables, inputs["tiles"], decode)
         adapters: StepAdapters | None = None
         if bucket.adapted:
             assert self._token_adapters is not None
@@ -290,13 +308,29 @@ class PromptStep:
             self._draft.write_kv(
                 tokens,
                 positions,
-                self._draft_backend.listed_metadata(draft_slots, cu_q, seq_lens, tables, draft_tiles),
+                self._draft_backend.listed_metadata(draft_slots, cu_q, seq_lens, tables[0], draft_tiles),
             )
         self.sample_step.keep(hidden)
         return hidden, states
 
+    def _mask_tables(self, tables: Sequence[Tensor], cu_q: Tensor, seq_lens: Tensor) -> list[Tensor]:
+        """Returns the tables of the window groups with the dummy block before the window: others may use the blocks."""
+        base = (seq_lens - cu_q.diff()) // self._block_size
+        masked: list[Tensor] = []
+        for slot_tables, table in zip(self._slot_tables.groups[1:], tables, strict=True):
+            assert isinstance(slot_tables.tables, WindowTables)
+            index = torch.arange(table.shape[1], device=self._device)
+            unseen = index < (base - slot_tables.tables.tail)[:, None]
+            masked.append(table.masked_fill(unseen, self._kv.dummy_block))
+        return masked
+
     def _views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
         return {name: packed[place] for name, place in self._fields.items()}
+
+
+def _of_group(name: str, group: int) -> str:
+    """Returns the name of a field of a KV group; the first group has the plain name."""
+    return f"{name}_{group}" if group else name
 
 
 def _slices(sizes: Mapping[str, int]) -> tuple[dict[str, slice], int]:

@@ -21,9 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.kv_groups import tail_blocks
 from engine.adapters.rows import AdapterRows, StepAdapters
 from engine.adapters.slots import AdapterSlots
 from engine.attention.base import AttentionBackend, StepShape
+from engine.attention.grouped import GroupedAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.device import upload
 from engine.kv.kv_pool import KVPool
@@ -89,7 +91,8 @@ class ModelRunner:
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache, self._device = kv.layers(), kv.data.device
-        self._tables = BlockTables(max_seqs, max_blocks)
+        tails = [tail_blocks(group.window, kv.layout.block_size) for group in kv.layout.groups[1:]]
+        self._tables = BlockTables(max_seqs, max_blocks, tails, kv.dummy_block)
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
         self._sampling = StepSampler(
             sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection
@@ -105,7 +108,7 @@ class ModelRunner:
             from engine.step.prompt_step import PromptStep
 
             assert sampler is not None
-            assert isinstance(backend, TritonAttention)
+            assert isinstance(backend, TritonAttention | GroupedAttention)
             slot_tables = SlotTables(self._tables, self._device)
             self.decode_step = DecodeStep(
                 model,
@@ -178,7 +181,7 @@ class ModelRunner:
         Drafts, log-probabilities of a prompt and embeddings are sampled operation by operation.
         """
         self._sampling.stage([entry.seq for entry in scheduled if entry.samples])
-        self._kv.copy([entry.block_copy for entry in scheduled if entry.block_copy is not None])
+        self._kv.copy([copy for entry in scheduled for copy in entry.block_copies])
         self._zero_new_blocks(scheduled)
         self._last_bucket = None
         is_plain = self._is_plain(scheduled)
@@ -246,7 +249,7 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up_attention(self, rows: StepRows, block: int) -> None:
         """Builds the cuDNN plans of a step, by attention alone if the backend can, else by the whole model."""
-        if self._model.capturable and isinstance(self._backend, TritonAttention):
+        if self._model.capturable and isinstance(self._backend, TritonAttention | GroupedAttention):
             self._backend.warm_up(self._warm_up_shape(rows, block))
         else:
             self.warm_up(rows, block)
@@ -255,7 +258,7 @@ class ModelRunner:
         size = self._kv.layout.block_size
         starts, num_new = zip(*rows, strict=True)
         blocks = [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
-        return StepShape(starts, num_new, blocks)
+        return StepShape(starts, num_new, blocks, [blocks] * len(self._tables.groups))
 
     def _is_plain(self, scheduled: Sequence[ScheduledSequence]) -> bool:
         """Returns whether no sequence needs what `DecodeStep` cannot do."""
@@ -454,7 +457,7 @@ class ModelRunner:
             is_new = end % size and end - end % size >= entry.start
             if is_new and (decodes or not entry.is_decode) and (with_drafts or not entry.drafts):
                 assert entry.seq.lease is not None
-                blocks.append(entry.seq.lease.blocks[end // size])
+                blocks += entry.seq.lease.pages_of(end // size)
         self._kv.zero(blocks)
 
 

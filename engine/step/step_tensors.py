@@ -22,7 +22,7 @@ from engine.attention.base import StepShape
 from engine.device import upload
 from engine.sampling.sampler import token_logprobs
 from engine.schedule.scheduler import ScheduledSequence
-from engine.schedule.sequence import BlockTables
+from engine.schedule.sequence import BlockTables, WindowTables
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.schedule.stepper import RunnerOutput
 from engine.speculation.acceptance import accepted_tokens
@@ -33,14 +33,18 @@ StepRows = Sequence[tuple[int, int]]  # Cached and new tokens of each row of a s
 
 
 class SlotTables:
-    """The device's copy of `BlockTables`; its last row is for padding and names no block of a sequence.
+    """The device's copy of block tables, with one of each KV group; the last row is for padding and names no block.
 
     A step brings the blocks of its new tokens along. `num_on_device` says how many entries before them are current.
     """
 
-    def __init__(self, tables: BlockTables, device: torch.device) -> None:
+    def __init__(self, tables: BlockTables | WindowTables, device: torch.device) -> None:
         slots, self.width = tables.blocks.shape
         self.tables = tables
+        #: Those of all KV groups, this one first.
+        self.groups: tuple[SlotTables, ...] = (self,)
+        if isinstance(tables, BlockTables):
+            self.groups += tuple(SlotTables(group, device) for group in tables.groups)
         self.device_tables = torch.zeros(slots + 1, self.width, dtype=torch.int32, device=device)  # [slots + 1, width]
 
     def copy(self, slots: np.ndarray, width: int) -> None:
@@ -96,6 +100,7 @@ def plan_step(scheduled: Sequence[ScheduledSequence], tables: BlockTables) -> St
         starts=[entry.start for entry in scheduled],
         num_new=[entry.num_new for entry in scheduled],
         blocks=[tables.row(entry.seq) for entry in scheduled],
+        groups=[[group.row(entry.seq) for entry in scheduled] for group in tables.groups],
     )
     # Tokens: known ones, drafts, and those that only the device knows.
     ends = np.cumsum(shape.num_new)

@@ -33,7 +33,8 @@ def prompt(length: int, seed: int) -> list[int]:
 def test_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> None:
     reference = save_foreign(tmp_path, family, **FOREIGN_CASES[family])
     # The three at once need more blocks than there are: one of them is preempted and computed again.
-    llm = LLM(tmp_path, device="cpu", block_size=BLOCK, num_blocks=34, chunk_tokens=CHUNK, threads=1)
+    options = {"device": "cpu", "threads": 1, "block_size": BLOCK, "chunk_tokens": CHUNK}
+    llm = LLM(tmp_path, num_blocks=34, **options)
     prompts = [prompt(n, seed=n) for n in (37, 50, 23)]
     done = llm.generate(prompts, GREEDY, ignore_eos=True)
     assert llm.engine.scheduler.stats().preemptions > 0

@@ -13,18 +13,22 @@ import torch
 
 pytest.importorskip("triton")
 
+from common.kv_groups import split_layers
 from common.kv_layout import KVLayout
 from common.types import FinishReason, SamplingParams, Token, ValidRequest
+from engine.attention.grouped import make_attention
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.cuda_graphs import batch_buckets
 from engine.kernels.decode_inputs import DecodeInputs, blocks_touched, decode_inputs, packed_width
 from engine.kv.blocks import BlockPool
+from engine.kv.grouped_blocks import make_block_pool
 from engine.kv.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.spec import parse_spec
+from engine.models.spec import ModelSpec, parse_spec
 from engine.sampling.device_sampler import DeviceSampler
-from engine.schedule.scheduler import Scheduler, SchedulerConfig
+from engine.schedule.limits import SchedulerConfig
+from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import BlockTables, Sequence
 from engine.schedule.stepper import Stepper
 from engine.speculation.controller import AlwaysDraft
@@ -51,8 +55,8 @@ SPEC = parse_spec(
 )
 
 
-def weights() -> list[torch.Tensor]:
-    model = Decoder(SPEC, 64, torch.device("cpu"), torch.float32, fused=False)
+def weights(spec: ModelSpec) -> list[torch.Tensor]:
+    model = Decoder(spec, 64, torch.device("cpu"), torch.float32, fused=False)
     generator = torch.Generator().manual_seed(9)
     return [torch.randn(p.shape, generator=generator) * 0.3 + (p.ndim == 1) for p in model.parameters()]
 
@@ -71,17 +75,30 @@ class Rig:
         budget: int = 12,
         guesses: Guesses | None = None,
         draft: Callable[[Decoder], tuple[dict[str, int], BuildDraftModel]] | None = None,
+        spec: ModelSpec = SPEC,
     ):
-        model = Decoder(SPEC, 64, device, torch.float32, fused=fused)
-        for parameter, values in zip(model.parameters(), weights(), strict=True):
+        model = Decoder(spec, 64, device, torch.float32, fused=fused)
+        for parameter, values in zip(model.parameters(), weights(spec), strict=True):
             parameter.copy_(values)
         draft_layout, make_draft = ({}, None) if draft is None else draft(model)
-        layout = KVLayout("m", "r", SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK, "float32", **draft_layout)
+        layout = KVLayout(
+            "m",
+            "r",
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            BLOCK,
+            "float32",
+            groups=split_layers(spec.windows),
+            **draft_layout,
+        )
         kv = KVPool(layout, blocks, device)
         if fused:
             kv.data[:blocks] = 0xFF  # NaN until it is written
         attention: AttentionClass = TritonAttention if fused else TorchAttention
-        backend = attention(kv.layers(), SPEC.num_heads, SPEC.windows, kv.dummy_block)
+        backend = make_attention(
+            layout, spec.windows, lambda windows: attention(kv.layers(), spec.num_heads, windows, kv.dummy_block)
+        )
         self.runner = ModelRunner(
             model,
             kv,
@@ -97,7 +114,7 @@ class Rig:
         )
         if graphs:
             self.runner.capture()
-        self.pool = BlockPool(blocks, BLOCK)
+        self.pool = make_block_pool(layout, blocks, host_cache=0)
         self.scheduler = Scheduler(SchedulerConfig(chunk_tokens=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
         self.speculator = None if guesses is None else Speculator(guesses, AlwaysDraft(DRAFTS), max_seqs=SEQS)
         if self.runner.draft_loop is not None:

@@ -38,7 +38,7 @@ def disturbed(target: Decoder) -> tuple[dict[str, int], BuildDraftModel]:
     device = target.embedding.weight.device
     model = Decoder(SPEC, 64, device, torch.float32, fused=target.capturable)
     generator = torch.Generator().manual_seed(2)
-    for parameter, values in zip(model.parameters(), weights(), strict=True):
+    for parameter, values in zip(model.parameters(), weights(SPEC), strict=True):
         parameter.copy_(values + 0.03 * torch.randn(values.shape, generator=generator))
     layout = {"draft_layers": SPEC.num_layers, "draft_kv_heads": SPEC.num_kv_heads, "draft_head_dim": SPEC.head_dim}
     return layout, lambda kv, attention: SeparateDraftModel(model, SPEC, VOCAB, kv, attention)

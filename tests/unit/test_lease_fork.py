@@ -36,9 +36,9 @@ def test_all_leases_but_the_last_copy_the_shared_block() -> None:
     assert (second.num_published, second.cow_index, pool.num_available()) == (2, 2, 9)
     shared = first.blocks[2]
     copies = [lease.copy_on_write() for lease in (second, first)]
-    assert [copy.source for copy in copies if copy] == [shared, shared]
+    assert [copy.source for each in copies if each for copy in each] == [shared, shared]
     assert len({shared, second.blocks[2], first.blocks[2]}) == 3
-    assert third.copy_on_write() == BlockCopy(shared, shared), "the step makes its copies before it writes"
+    assert third.copy_on_write() == (BlockCopy(shared, shared),), "the step makes its copies before it writes"
     third.finish("done")
     pool.check_integrity()
     assert pool.num_available() == 7, "the step that copies from the block is not launched yet"
@@ -57,9 +57,9 @@ def test_copy_on_write_takes_the_spare_block() -> None:
     second = first.fork(2, spare=1)
     assert (len(first.blocks), len(second.blocks), pool.num_available()) == (4, 3, 0)
     spare = second.blocks[2]
-    assert second.copy_on_write() == BlockCopy(first.blocks[1], spare)
+    assert second.copy_on_write() == (BlockCopy(first.blocks[1], spare),)
     assert second.blocks == [first.blocks[0], spare]
-    assert first.copy_on_write() == BlockCopy(first.blocks[1], first.blocks[1])
+    assert first.copy_on_write() == (BlockCopy(first.blocks[1], first.blocks[1]),)
     with pytest.raises(InternalError):
         first.fork(4, spare=1)
 
@@ -75,8 +75,9 @@ def test_copy_on_write_waits_for_a_free_block_and_a_reader_counts_as_sharing() -
     first.finish("done")
     assert second.copy_on_write() is None, "the reader still needs the block"
     other.finish("done")
-    copy = second.copy_on_write()
-    assert copy is not None
+    copies = second.copy_on_write()
+    assert copies is not None
+    (copy,) = copies
     assert copy.target != copy.source
     reader.release()
     second.finish("done")
@@ -152,10 +153,11 @@ class Forks(RuleBasedStateMachine):
         child = self.pick(data)
         lease, index = child.lease, len(child.tokens) // SIZE
         if lease.cow_index == index:
-            copy = lease.copy_on_write()
-            if copy is None:
+            copies = lease.copy_on_write()
+            if copies is None:
                 assert self.pool.num_available() == 0
                 return
+            (copy,) = copies
             if copy.source != copy.target:
                 assert copy.target not in self.copying, "the same step copies from this block"
                 self.copying.add(copy.source)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from common.errors import BatonError, ConfigError, InvalidRequest
 from common.types import FinishReason, SamplingParams, ValidRequest
 from engine.kv.blocks import BlockPin, BlockPool, Lease
-from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
+from engine.schedule.limits import SchedulerConfig
+from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
 
 FINGERPRINT = "00" * 16

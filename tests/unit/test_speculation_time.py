@@ -15,7 +15,8 @@ import pytest
 from common.types import SamplingParams, Token, ValidRequest
 from engine.kv.blocks import BlockPool
 from engine.schedule import stepper as stepper_module
-from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
+from engine.schedule.limits import SchedulerConfig
+from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
 from engine.schedule.stepper import LaunchCallback, RunnerOutput, Stepper
 from engine.speculation.acceptance import accepted_tokens

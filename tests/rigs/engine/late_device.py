@@ -13,8 +13,9 @@ from itertools import accumulate
 
 from common.types import FinishReason, SamplingParams, Token, ValidRequest
 from engine.kv.blocks import BlockPool
+from engine.schedule.limits import SchedulerConfig
 from engine.schedule.outputs import Inbox, SequenceOutput, StepResult
-from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
+from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
 from engine.schedule.stepper import LaunchCallback, RunnerOutput, Stepper
 from engine.speculation.acceptance import accepted_tokens
@@ -101,11 +102,11 @@ class Device:
         assert self.queue[0] is launched, "steps are collected in order"
         self.queue.pop(0)
         for entry in launched.scheduled:
-            if entry.block_copy is not None and entry.block_copy.source != entry.block_copy.target:
-                self.copies += 1
+            for source, target in entry.block_copies:
+                self.copies += source != target
                 for offset in range(self.size):
-                    if (found := self.kv.get((entry.block_copy.source, offset))) is not None:
-                        self.kv[entry.block_copy.target, offset] = found
+                    if (found := self.kv.get((source, offset))) is not None:
+                        self.kv[target, offset] = found
         rows = zip(launched.scheduled, launched.slots, launched.blocks, launched.known, strict=True)
         return [self._compute(*row) for row in rows]
 

@@ -1,0 +1,159 @@
+"""Measures the KV memory of models with KV groups, by the block pool that serves them. It needs no GPU.
+
+    python benchmarks/kv_groups.py --out benchmarks/results/kv_groups.json
+    python benchmarks/kv_groups.py --engine --out benchmarks/results/kv_groups-engine-h200.json    # on a GPU
+
+For each model a sequence runs through the block pool as the scheduler does it: chunks of 2,048 tokens, then 64 decodes.
+The bytes of its leased pages are compared with those of a layout without groups. Metrics:
+
+- MODEL_LENGTH_bytes_ratio: bytes after a prompt of LENGTH tokens and the decodes, relative to a layout without groups.
+- MODEL_LENGTH_gib: these bytes.
+- MODEL_LENGTH_seqs: sequences of that length that run at once in 40 GiB of KV, and _seqs_before without groups.
+
+With --engine, a model of 24 layers (12 with a window of 1,024) with random weights decodes in the engine:
+
+- decode_ROWSxCONTEXT_ms: time of a decode step with groups; _before: without groups. The tokens must be equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.support import report
+from benchmarks.support.engine_driver import Prompts, running
+from benchmarks.support.shapes import config_directory
+from common.kv_groups import split_layers
+from common.kv_layout import KVLayout
+from common.types import SamplingParams
+from engine.config import EngineConfig
+from engine.kv.blocks import BlockPool, Lease
+from engine.kv.grouped_blocks import make_block_pool
+
+BLOCK, CHUNK, DECODES, KV_BYTES = 16, 2048, 64, 40 << 30
+#: Rows and context of the decode steps that --engine measures, each for STEPS steps.
+POINTS, STEPS = ((1, 8192), (64, 4096)), 72
+WINDOWED: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": True,
+    "sliding_window": 1024,
+    "max_window_layers": 12,
+}
+LENGTHS = {"1k": 1 << 10, "8k": 8 << 10, "32k": 32 << 10, "128k": 128 << 10}
+
+
+def layout(name: str, windows: Sequence[int | None], kv_heads: int, head_dim: int) -> KVLayout:
+    groups = split_layers(windows)
+    return KVLayout(name, "", len(windows), kv_heads, head_dim, BLOCK, "bfloat16", groups=groups)
+
+
+#: The text models of these checkpoints, in bf16.
+MODELS = [
+    layout("gemma3_27b", [None if i % 6 == 5 else 1024 for i in range(62)], 16, 128),
+    layout("gemma3_4b", [None if i % 6 == 5 else 1024 for i in range(34)], 4, 256),
+    layout("gemma2_9b", [None if i % 2 else 4096 for i in range(42)], 8, 256),
+    layout("gpt_oss_20b", [None if i % 2 else 128 for i in range(24)], 8, 64),
+]
+
+
+def run_sequence(pool: BlockPool, length: int, number: int) -> Lease | None:
+    """Computes a prompt, and some tokens after it; returns its lease, None if the pool has too few pages."""
+    hashes = [number.to_bytes(8, "little") + i.to_bytes(8, "little") for i in range((length + DECODES) // BLOCK)]
+    lease = pool.lease(hashes[: (length - 1) // BLOCK], -(-length // BLOCK))
+    if lease is None:
+        return None
+    steps = [(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
+    steps += [(start, start + 1) for start in range(length, length + DECODES)]
+    for start, end in steps:
+        grown = end <= len(lease.blocks) * BLOCK or lease.grow()
+        if not grown or not lease.cover(start, end):
+            lease.finish("no pages")
+            return None
+        lease.publish(hashes[: end // BLOCK])
+    return lease
+
+
+def leased_bytes(made: KVLayout, length: int) -> int:
+    """Returns the bytes of the leased pages after one sequence has run, in a pool without cached pages of others."""
+    pool = make_block_pool(made, 4 * made.blocks_for(length) * max(1, len(made.groups)), host_cache=0)
+    lease = run_sequence(pool, length, 0)
+    assert lease is not None
+    return len(lease.all_pages()) * made.block_bytes
+
+
+def sequences_at_once(made: KVLayout, length: int) -> int:
+    pool = make_block_pool(made, KV_BYTES // made.block_bytes, host_cache=0)
+    count = 0
+    while run_sequence(pool, length, count) is not None:
+        count += 1
+    return count
+
+
+def measure_engine() -> dict[str, float]:
+    """Decodes with and without groups. SystemExit if a token differs."""
+    metrics: dict[str, float] = {}
+    for rows, context in POINTS:
+        prompts = Prompts(WINDOWED["vocab_size"]).make(rows, context)
+        answers: list[list[list[int]]] = []
+        for groups in (True, False):
+            settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": context + 256, "max_seqs": rows}
+            settings |= {"kv_groups": groups}
+            config = functools.partial(EngineConfig, **settings)
+            with config_directory(WINDOWED) as path, running(config(model_dir=path)) as driver:
+                params = [SamplingParams(temperature=0.0, max_tokens=STEPS)] * rows
+                steps = driver.run(prompts, params)
+                decodes = [result.seconds for _, result in steps if result.num_decode_tokens == rows]
+                name = f"decode_{rows}x{context}_ms" + ("" if groups else "_before")
+                metrics[name] = report.ms(statistics.median(decodes[8:]))
+                tokens: dict[str, list[int]] = {}
+                for _, result in steps:
+                    for output in result.outputs:
+                        tokens.setdefault(output.seq.request_id, []).extend(token.id for token in output.tokens)
+                answers.append(list(tokens.values()))
+                driver.engine.pool.check_integrity()
+        if answers[0] != answers[1]:
+            differ = sum(a != b for a, b in zip(*answers, strict=True))
+            raise SystemExit(f"{differ} of {rows} sequences of {context} tokens have other tokens with groups")
+    return metrics
+
+
+def main() -> None:
+    parser = report.arguments(__doc__)
+    parser.add_argument("--engine", action="store_true", help="measure decode steps of the engine, on a GPU")
+    options = parser.parse_args()
+    metrics: dict[str, float] = {}
+    if options.engine:
+        metrics = measure_engine()
+        report.show(metrics)
+        report.write(options.out, "kv_groups_engine", metrics, "torch", "triton")
+        return
+    for made in MODELS:
+        before = dataclasses.replace(made, groups=())
+        for name, length in LENGTHS.items():
+            size, old = leased_bytes(made, length), leased_bytes(before, length)
+            metrics[f"{made.model}_{name}_bytes_ratio"] = round(size / old, 4)
+            metrics[f"{made.model}_{name}_gib"] = round(size / (1 << 30), 3)
+        for name in ("8k", "128k"):
+            metrics[f"{made.model}_{name}_seqs"] = sequences_at_once(made, LENGTHS[name])
+            metrics[f"{made.model}_{name}_seqs_before"] = sequences_at_once(before, LENGTHS[name])
+    report.show(metrics)
+    report.write(options.out, "kv_groups", metrics)
+
+
+if __name__ == "__main__":
+    main()

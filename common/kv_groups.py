@@ -1,0 +1,66 @@
+"""KV groups: which layers of a model share a page, and which pages a sequence needs.
+
+A layer with a window needs the KV of the last `window - 1` tokens only. A block with all layers keeps that KV as long
+as the KV of the layers that see everything. So the layers are cut into groups. A block of tokens is one page per group:
+
+    tokens      0      16      32      48      64      80        one model: 2 layers see all, 4 have a window of 32
+    full        | page  | page  | page  | page  | page  |        layers 2, 5
+    window a    |  free |  free | page  | page  | page  |        layers 0, 1        all pages have the same bytes
+    window b    |  free |  free | page  | page  | page  |        layers 3, 4        and come from one pool
+
+- **The full group is one group.** Its layers set the size of a page, so its pages are numbered like the blocks of a
+  model without groups: hashes, publishing, leaf-first eviction and the prefix index work on them as before.
+- **The layers of one window** are cut into as few groups as fit, of nearly equal size. The unused rest of a page is
+  padding. Groups of one window are needed, freed and matched together; each keeps a block table of its own, because
+  attention reads one table per layer.
+- A model gets groups only if pages waste little (MAX_SHORT_OVERHEAD): a short sequence, which frees nothing, must not
+  need much more memory than before. Models whose layers all see everything, or all have one window, have no groups.
+
+Window pages come and go:
+
+- They are allocated when a step is planned that writes to them, not when the sequence is admitted.
+- The pages that no later query sees are released when a step is planned. The window is counted from the start of the
+  block that is being filled, so the newest boundary of a block can always be matched.
+- A released page with a published hash is cached. It is found under the block's hash and its group, and never without
+  the full page of this hash.
+- Most pages that leave a window are never matched, so they are evicted before all other pages. Exceptions are pages
+  that a prompt has matched, the pages before the end of a prompt, and pages for which a prompt has missed a longer hit.
+- A prefix of n blocks is *usable* if the full pages of all n blocks and the window pages of the last `tail` blocks are
+  cached. The longest usable prefix is a hit. The prefix index announces the hashes of full pages: it is a hint, and
+  the pod's own match decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from common.kv_layout import LayerGroup
+
+#: Most bytes per token of a sequence that has freed nothing, relative to a block with all layers.
+MAX_SHORT_OVERHEAD = 1.25
+
+
+def split_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
+    """Returns the groups of a model with these windows of its layers, the full group first; () for no groups."""
+    full = tuple(layer for layer, window in enumerate(windows) if window is None)
+    groups = [LayerGroup(0, full)]
+    for window in sorted({window for window in windows if window is not None}):
+        layers = [layer for layer, other in enumerate(windows) if other == window]
+        if full:
+            count = -(-len(layers) // len(full))
+            starts = [i * len(layers) // count for i in range(count + 1)]
+            groups += [LayerGroup(window, tuple(layers[a:b])) for a, b in itertools.pairwise(starts)]
+    if len(groups) == 1 or len(groups) * len(full) > MAX_SHORT_OVERHEAD * len(windows):
+        return ()
+    return tuple(groups)
+
+
+def tail_blocks(window: int, block_size: int) -> int:
+    """Returns the number of blocks before a block boundary that the query at this boundary sees."""
+    return -(-(window - 1) // block_size)
+
+
+def first_live_block(start: int, window: int, block_size: int) -> int:
+    """Returns the first block that a sequence keeps when it computes the tokens from `start` on."""
+    return max(0, start // block_size - tail_blocks(window, block_size))

@@ -1,0 +1,173 @@
+"""Models with KV groups on a CPU: tokens and log-probabilities equal those of transformers, whatever the pages do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.types import SamplingParams
+from engine.kv.grouped_blocks import GroupedBlockPool
+from engine.llm import LLM, Completion
+from engine.schedule.sequence import Sequence as EngineSequence
+from tests.rigs.engine.foreign_models import FOREIGN_CASES, VOCAB, save_foreign
+from tests.rigs.engine.tiny_models import MOE_CASES, TINY
+
+torch.set_num_threads(1)
+BLOCK, CHUNK = 4, 16
+NATIVE: dict[str, dict[str, Any]] = {
+    "qwen2-window": TINY
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "gpt-oss": TINY | MOE_CASES["gpt-oss"] | {"sliding_window": 9},
+}
+FOREIGN = [family for family in ("gemma2", "gemma3_text", "cohere2", "exaone4") if family in FOREIGN_CASES]
+
+
+@pytest.fixture(autouse=True)
+def _checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineSequence, "CHECKS", True)
+
+
+def save(path: Path, family: str) -> Any:
+    """Saves a tiny model; returns that of transformers."""
+    if family in FOREIGN:
+        return save_foreign(path, family, **FOREIGN_CASES[family])
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**NATIVE[family]), attn_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.eval().save_pretrained(path)
+    return model
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(3, min(VOCAB, 150), (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def check(reference: Any, completions: Sequence[Completion]) -> None:
+    for completion in completions:
+        text = [*completion.prompt_ids, *completion.ids]
+        with torch.inference_mode():
+            logprobs = reference(torch.tensor([text])).logits[0, len(completion.prompt_ids) - 1 : -1].log_softmax(-1)
+        assert completion.ids == logprobs.argmax(-1).tolist()
+        chosen = [float(row[token.id]) for row, token in zip(logprobs, completion.tokens, strict=True)]
+        assert [token.logprob for token in completion.tokens] == pytest.approx(chosen, abs=2e-4)
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
+
+
+@pytest.fixture(scope="module", params=[*FOREIGN, *NATIVE])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("model")
+    return path, save(path, request.param)
+
+
+def make(path: Path, **options: Any) -> LLM:
+    llm = LLM(
+        path,
+        **({"device": "cpu", "threads": 1, "block_size": BLOCK, "chunk_tokens": CHUNK, "kv_groups": True} | options),
+    )
+    assert isinstance(llm.engine.pool, GroupedBlockPool)
+    return llm
+
+
+def test_chunks_hits_at_every_boundary_and_preemptions(saved: tuple[Path, Any]) -> None:
+    path, reference = saved
+    llm = make(path, num_blocks=200)
+    first = prompt(41, seed=1)
+    check(reference, llm.generate([first], GREEDY, ignore_eos=True))
+    for blocks in range(1, 11):
+        other = [*first[: blocks * BLOCK], *prompt(3, seed=100 + blocks)]
+        (done,) = llm.generate([other], GREEDY, ignore_eos=True)
+        assert done.cached_tokens == blocks * BLOCK
+        check(reference, [done])
+    llm.engine.pool.check_integrity()
+
+    # Too few pages for all: prompts wait, chunks shrink, and sequences are preempted and computed again.
+    groups = llm.engine.pool.pages_per_block
+    llm = make(path, num_blocks=14 + 8 * groups)
+    done = llm.generate([prompt(n, seed=n) for n in (30, 9, 41, 17, 6)], GREEDY, ignore_eos=True)
+    assert llm.engine.scheduler.stats().preemptions > 0
+    check(reference, done)
+    llm.engine.pool.check_integrity()
+    assert llm.engine.pool.counts().leased == 0
+
+
+def test_samples_share_the_prompts_pages_and_copy_the_last_one(saved: tuple[Path, Any]) -> None:
+    path, reference = saved
+    llm = make(path, num_blocks=120)
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=14, logprobs=0)
+    done = llm.generate([prompt(22, seed=4)], params, ignore_eos=True)
+    assert len({tuple(c.ids) for c in done}) == 3
+    for completion in done:
+        text = [*completion.prompt_ids, *completion.ids]
+        with torch.inference_mode():
+            logprobs = reference(torch.tensor([text])).logits[0, len(completion.prompt_ids) - 1 : -1].log_softmax(-1)
+        chosen = [float(row[token.id]) for row, token in zip(logprobs, completion.tokens, strict=True)]
+        assert [token.logprob for token in completion.tokens] == pytest.approx(chosen, abs=2e-4)
+    llm.engine.pool.check_integrity()
+    assert llm.engine.pool.counts().leased == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculation": "ngram", "speculation_tokens": 3},
+        {"overlap": True, "num_blocks": 60},
+        {"kv_dtype": "fp8_e4m3"},
+        {"deterministic": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_change_no_token(options: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, "qwen2-window")
+    prompts = [[*prompt(8, seed=i), *prompt(8, seed=i), *prompt(5 + 6 * i, seed=i)] for i in range(4)]
+    answers = []
+    for groups in (True, False):
+        config = {"num_blocks": 200, "kv_groups": groups} | (options if groups or "overlap" not in options else {})
+        llm = LLM(tmp_path, device="cpu", threads=1, block_size=BLOCK, chunk_tokens=CHUNK, **config)
+        assert isinstance(llm.engine.pool, GroupedBlockPool) == groups
+        rounds = [llm.generate(prompts, GREEDY, ignore_eos=True) for _ in range(2)]
+        answers.append([[c.ids for c in each] for each in rounds])
+        llm.engine.pool.check_integrity()
+    assert answers[0] == answers[1]
+    assert answers[0][0] == answers[0][1]
+
+
+def test_pages_that_left_the_window_are_free_or_evictable(tmp_path: Path) -> None:
+    save(tmp_path, "gpt-oss")
+    llm = make(tmp_path, num_blocks=400)
+    pool, used = llm.engine.pool, []
+    step = llm.engine._stepper._launch
+
+    def launch(*args: Any) -> Any:
+        launched = step(*args)
+        used.append(pool.counts().leased)
+        return launched
+
+    llm.engine._stepper._launch = launch  # type: ignore[method-assign]
+    llm.generate([prompt(200, seed=1)], SamplingParams(temperature=0.0, max_tokens=40), ignore_eos=True)
+    # A full page per block; of the window's pages those of two chunks and the window at most.
+    assert max(used) <= 60 + 2 * CHUNK // BLOCK + 4
+    assert used[-1] <= 60 + 4
+
+
+def test_parts_without_groups_switch_them_off(tmp_path: Path) -> None:
+    save(tmp_path, "qwen2-window")
+    others: tuple[dict[str, Any], ...] = (
+        {"kv_groups": False},
+        {"host_cache": 1 << 20},
+        {"max_adapters": 1},
+        {"cache_policy": "gdsf"},
+        {"cache_pin": 1 << 20},
+        {"prefix_cache": False},
+    )
+    for options in others:
+        llm = LLM(tmp_path, device="cpu", threads=1, num_blocks=20, **({"kv_groups": True} | options))
+        assert not llm.engine.layout.groups
+        assert not isinstance(llm.engine.pool, GroupedBlockPool)
