@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it loads torch
 READ_OVER_COPY = 1.057  # A kernel that only reads is faster than a copy: 4.50 against 4.26 TB/s on an H200.
 PRODUCT_OVERHEAD = 1.16  # Products of a prompt step take this multiple of one large product.
 JOIN = 1.5  # Exponent of the power mean.
-LAYER_S, MOE_LAYER_S = 20e-6, 38e-6  # Seconds of a decode step per layer beside reading and computing.
+LAYER_S, MOE_LAYER_S = 20e-6, 31e-6  # Seconds of a decode step per layer beside reading and computing.
 BATCH_LAYER_S = 6e-6  # More per layer with more than one row: products of one row have kernels of their own.
 ROW_LAYER_S = 0.16e-6  # Seconds of a decode step per row and layer: attention, norms, sampling.
 PROMPT_S = 1.5e-3  # Seconds of a prompt step beside its products and attention.
