@@ -53,7 +53,7 @@ class DemandRecord:
         try:
             record = cls(**{f.name: values[f.name] for f in fields(cls)})
         except (KeyError, TypeError) as e:
-            raise ValueError(f"a field is missing: {e}") from e
+            raise ValueError(f"a field is missing: {describe(e)}") from e
         if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in asdict(record).values()):
             raise ValueError("a value is not a number of at least 0")
         return record
