@@ -104,12 +104,27 @@ class _BeamSearch:
         num_top = choice.spec.logprobs or 0
         beams = await beam_search(self._expand, self._params, **limits, stops=self._stops, num_top=num_top)
         answers = []
-        for beam in beams[: choice.spec.n]:
+        for beam in await self._with_completed(beams[: choice.spec.n]):
             output = choice.new_output()
             answers.append(choice.complete_answer([output.add(beam.tokens, beam.finish)]))
             self._usage += Usage(completion=output.num_tokens, reasoning=output.reasoning_tokens)
         choice.record_search(self._usage, self._generated, answers[0].finish)
         return answers
+
+    async def _with_completed(self, beams: Sequence[Beam]) -> list[Beam]:
+        """Returns the beams; those that the grammar completes with token `max_tokens` end with STOP, as other answers.
+
+        A pod that is asked for one more token tells it. The context must have room for this token.
+        """
+        request, cut = self._choice.request, [beam for beam in beams if beam.finish is FinishReason.LENGTH]
+        longest = self._choice.model.pod_table.limits().max_model_len
+        if request.grammar is None or not cut or request.prompt_len + request.sampling.max_tokens >= longest:
+            return list(beams)
+        complete: set[int] = set()
+        with suppress(BatonError):  # the answers are known already
+            tops = await self._expand(cut)
+            complete = {id(beam) for beam, top in zip(cut, tops, strict=True) if not top}
+        return [replace(beam, finish=FinishReason.STOP) if id(beam) in complete else beam for beam in beams]
 
     async def _expand(self, beams: Sequence[Beam]) -> list[tuple[TokenLogprob, ...]]:
         """Returns the likeliest next tokens of each beam; the `expand` of `beam_search`."""

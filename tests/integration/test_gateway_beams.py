@@ -211,6 +211,17 @@ async def test_with_fewer_answers_than_choices_an_index_still_tells_the_prompt(
     assert [(c["index"], c["text"], c["finish_reason"]) for c in body["choices"]] == [(0, "", "stop"), (2, "", "stop")]
 
 
+async def test_an_answer_that_the_last_token_completes_ends_with_stop(gw: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def two_tokens(self: Any, beam: Beam) -> tuple[TokenLogprob, ...]:
+        return () if len(beam.tokens) == 2 else (TokenLogprob(70, -0.5),)
+
+    monkeypatch.setattr("gateway.serving.answers._BeamSearch._likeliest_tokens", two_tokens)
+    fields = {"prompt": [70], "use_beam_search": True, "structured_outputs": {"regex": "[a-z]+"}}
+    for max_tokens, finish in ((1, "length"), (2, "stop"), (3, "stop")):
+        [choice] = (await gw.complete(max_tokens=max_tokens, **fields)).json()["choices"]
+        assert choice["finish_reason"] == finish
+
+
 async def test_required_tools_and_neutral_values_are_accepted(gw: Rig, cluster: FakeCluster) -> None:
     cluster.script = resumed_script
     forced = await gw.chat(use_beam_search=True, tools=[TOOL], tool_choice="required", max_tokens=2)
