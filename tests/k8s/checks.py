@@ -56,6 +56,7 @@ OUTSIDE = {
 FIELDS = {"status.podIP": "192.0.2.7", "metadata.name": "pod-0"}
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE")
 ENGINES = ("prefill", "decode")
+PLANNER = "planner"  # it serves no port, and may be evicted at any time
 # The required connections: client, server, port. All others between these components must be blocked.
 OURS = ("gateway", "prefill", "decode", "redis")
 NEEDED = {
@@ -117,7 +118,9 @@ def commands(objects: list[Object]) -> Problems:
             left += [word for word in words if set(re.findall(r"\$([A-Z][A-Z_]*)", word)) - env.keys()]  # of a shell
             if left:
                 yield f"{where}: {left} names a variable that is not defined before"
-            if words[0] == "baton" and settings_of(objects, workload) is None:
+            if _scales(workload, words):
+                _planner(words, env)
+            elif words[0] == "baton" and settings_of(objects, workload) is None:
                 yield from _loadtest(objects, words, where)
         except KeyError as e:
             yield f"{where}: {e} is not there"
@@ -131,6 +134,21 @@ def commands(objects: list[Object]) -> Problems:
 
 class _Accepted(Exception):
     """Stands for the start of a load test."""
+
+
+def _scales(workload: Object, words: list[str]) -> bool:
+    return component(workload) == PLANNER and words[:2] == ["baton", "planner"] and "--scale=k8s" in words
+
+
+def _planner(words: list[str], env: dict[str, str]) -> None:
+    """Raises what the parser of `baton planner` raises for the command line."""
+    started = mock.Mock(side_effect=_Accepted)
+    with (
+        mock.patch("cli.commands.planner._run", started),
+        mock.patch.dict(os.environ, env, clear=True),
+        contextlib.suppress(_Accepted),
+    ):
+        _command_line().main(words[1:], standalone_mode=False)
 
 
 def _loadtest(objects: list[Object], words: list[str], where: str) -> Problems:
@@ -218,6 +236,8 @@ def probes(objects: list[Object]) -> Problems:
     """Each container has all three probes, of existing endpoints, and liveness differs from readiness."""
     paths = {operation.path for operation in OPERATIONS}
     for workload in servers(objects):
+        if component(workload) == PLANNER:
+            continue
         where, container = workload["metadata"]["name"], main_container(workload)
         found = dict(_probes(container))
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -276,7 +296,9 @@ def selectors(objects: list[Object]) -> Problems:
         if any(selects(workload["spec"]["selector"], pod_labels(other)) for other in others):
             yield f"{where}: selects pods of another workload"
         budgets = [b for b in of_kind(objects, "PodDisruptionBudget") if selects(b["spec"]["selector"], labels)]
-        if len(budgets) != (component(workload) not in map(worker_of, ENGINES)):  # a group's is its leader's
+        if len(budgets) != (
+            component(workload) not in (PLANNER, *map(worker_of, ENGINES))
+        ):  # a group's is its leader's
             yield f"{where}: {len(budgets)} PodDisruptionBudgets"
         constraints = pod_spec(workload).get("topologySpreadConstraints", [])
         if workload["spec"].get("replicas") != 1 or constraints:
@@ -556,6 +578,7 @@ def security(objects: list[Object]) -> Problems:
                 yield f"{where}: {name}"
         settings = _quietly(objects, workload)
         uses = isinstance(settings, GatewayConfig) and settings.discovery == "k8s"
+        uses = uses or (component(workload) == PLANNER and "--scale=k8s" in main_container(workload).get("args", []))
         if spec.get("automountServiceAccountToken", True) != uses:
             yield f"{where}: {'needs a token' if uses else 'holds a token that it does not use'}"
         if spec.get("enableServiceLinks", True):
