@@ -192,6 +192,7 @@ class Engine:
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
         build = functools.partial(self._build_runner, limits, model, make_draft, graphs)
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
+        self.kv = self._builder.pool(self.layout, num_blocks, device)
         self.pool = make_block_pool(
             self.layout,
             num_blocks,
@@ -209,7 +210,6 @@ class Engine:
                 self.max_model_len,
                 config.kv_pool_setting,
             )
-        self.kv = self._builder.pool(self.layout, num_blocks, device)
         self.scheduler = Scheduler(dataclasses.replace(limits, max_model_len=self.max_model_len), self.pool)
         self.runner = build(self.kv)
         if device.type == "cuda":

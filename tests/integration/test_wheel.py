@@ -27,6 +27,7 @@ PACKAGES = [
     "decode_service",
     "gateway",
     "simulator",
+    "fleet",
     "loadtest",
     "cli",
 ]
