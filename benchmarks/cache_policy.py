@@ -61,7 +61,7 @@ PIN_SHARE = 0.1  # Part of the pool that may be pinned
 
 
 def crawl(blocks: int, seed: int = 7) -> Iterator[list[bytes]]:
-    """Yields the block hashes of prompts that nobody else sends."""
+    """Yields the block hashes of prompts that no other client sends."""
     rng = random.Random(seed)
     for _ in range(blocks // CRAWL_BLOCKS):
         yield [rng.randbytes(16) for _ in range(CRAWL_BLOCKS)]
