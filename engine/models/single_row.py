@@ -13,13 +13,14 @@ by arithmetic instead, so the larger ones use all threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.cpu.compiled import is_available
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import product
@@ -28,6 +29,9 @@ from engine.models.ops import AttentionFn, TorchOps
 
 #: Bytes of a weight up to which a product of one row gains nothing by a second thread.
 MAX_ONE_THREAD_BYTES = 16 << 20
+MIN_COMPILED_WEIGHTS = (
+    8 << 20
+)  # Weights of the layers from which compiled kernels gain more than the import of numba costs.
 MIN_SPLIT_BYTES = 1 << 20  # Bytes of an int8 weight from which its product gains by a second thread.
 
 
@@ -38,7 +42,7 @@ class SingleRowOps(TorchOps):
     _is_small = False  # Whether a step may run on one thread.
 
     @classmethod
-    def of(cls, ops: TorchOps, linears: Iterable[Linear]) -> SingleRowOps:
+    def of(cls, ops: TorchOps, linears: Sequence[Linear]) -> SingleRowOps:
         """Returns these operations with the rope tables of `ops`. linears: all products of the layers."""
         made = cls(ops._cos, ops._sin)
         made._is_small = all(map(_gains_nothing_by_threads, linears))
@@ -82,15 +86,14 @@ class SingleRowOps(TorchOps):
         return torch.diag(sin).roll(len(sin) // 2, 0).add_(torch.diag(cos))
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | Embedding | LinearSlice) -> Tensor:
-        normed = _rms_norm(x, norm)
+        normed = self._norm(x, norm)
         weight = None if isinstance(linear, LinearSlice) else linear.row_weight
         if weight is None:
             return self._general_product(normed, linear)
         return torch.mm(normed, weight) if linear.bias is None else torch.addmm(linear.bias, normed, weight)
 
     def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
-        gate, up = self.norm_linear(x, norm, gate_up).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return self._swiglu(self.norm_linear(x, norm, gate_up))
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         if linear.row_weight is None:
@@ -111,6 +114,26 @@ class SingleRowOps(TorchOps):
     def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
         return self.norm_linear(x, norm, head)
 
+    def _norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Returns the RMSNorm of the only row of x, [1, n]."""
+        row = x.view(-1)
+        mean_square = torch.dot(row, row).item() / len(row)
+        return torch.mul(x, norm.weight).mul_((mean_square + norm.eps) ** -0.5)
+
+    def _swiglu(self, gate_up: Tensor) -> Tensor:
+        """Returns silu(gate) * up of [1, 2 * n]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+def single_row_ops(ops: TorchOps, linears: Sequence[Linear]) -> SingleRowOps:
+    """Returns the fastest operations of one row, with the rope tables of `ops`. linears: all products of the layers."""
+    if is_available() and sum(linear.in_features * linear.out_features for linear in linears) >= MIN_COMPILED_WEIGHTS:
+        from engine.models.compiled_row import CompiledRowOps
+
+        return CompiledRowOps.of(ops, linears)
+    return SingleRowOps.of(ops, linears)
+
 
 def _gains_nothing_by_threads(linear: Linear) -> bool:
     """Returns whether a product of one row is as fast on one thread, or chooses its threads itself."""
@@ -118,10 +141,3 @@ def _gains_nothing_by_threads(linear: Linear) -> bool:
         return True
     weight = linear.weight if linear.plain else linear.row_weight
     return weight is not None and weight.nbytes <= MAX_ONE_THREAD_BYTES
-
-
-def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
-    """Returns the RMSNorm of the only row of x, [1, n]."""
-    row = x.view(-1)
-    mean_square = torch.dot(row, row).item() / len(row)
-    return torch.mul(x, norm.weight).mul_((mean_square + norm.eps) ** -0.5)

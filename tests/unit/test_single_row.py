@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.types import SamplingParams, ValidRequest
+from engine.kernels.cpu.compiled import is_available
 from engine.llm import LLM
 from engine.models.cpu_weights import can_pack
 from engine.models.decoder import Decoder
@@ -42,6 +43,15 @@ def logprobs(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int
     return tokens, chosen, of_prompt
 
 
+def use_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles the kernels for the smallest models too."""
+    if not is_available():
+        pytest.skip("numba is not installed")
+    monkeypatch.setattr("engine.models.single_row.MIN_COMPILED_WEIGHTS", 0)
+    monkeypatch.setattr("engine.attention.torch_backend.MIN_COMPILED_BYTES", 0)
+    monkeypatch.setattr("engine.attention.torch_backend.MIN_SPLIT_BYTES", 1024)
+
+
 @pytest.mark.parametrize(
     ("config", "weights", "tolerance"),
     [
@@ -52,10 +62,18 @@ def logprobs(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int
     ],
     ids=["llama", "biases", "qk-norm", "int8"],
 )
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("threads", "numba"), [(1, False), (2, False), (1, True), (2, True)])
 def test_single_tokens_score_like_a_whole_text(
-    config: dict[str, Any], weights: str, tolerance: float, threads: int, tmp_path: Path
+    config: dict[str, Any],
+    weights: str,
+    tolerance: float,
+    threads: int,
+    numba: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if numba:
+        use_numba(monkeypatch)
     directory = bare_model(tmp_path, config)
     settings: dict[str, Any] = {"device": "cpu", "num_blocks": 32, "load_format": "dummy"}
     llm = LLM(directory, **settings, threads=threads, weights=weights)
@@ -66,6 +84,18 @@ def test_single_tokens_score_like_a_whole_text(
     *_, expected = logprobs(llm, prompt + answer, SamplingParams(max_tokens=1, prompt_logprobs=0))
     assert found == pytest.approx(expected[-OUTPUT:], abs=tolerance)
     assert torch.get_num_threads() == threads
+
+
+def test_a_batch_of_tokens_answers_like_single_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = bare_model(tmp_path, QWEN3)
+    settings: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "load_format": "dummy", "threads": 2}
+    greedy = SamplingParams(temperature=0.0, max_tokens=OUTPUT)
+    prompts = [[(7 * i + length) % 96 for i in range(length)] for length in (1, 15, 16, 17, 40)]
+    plain = LLM(directory, **settings)
+    expected = [plain.generate([prompt], greedy, ignore_eos=True)[0].tokens for prompt in prompts]
+    use_numba(monkeypatch)
+    found = LLM(directory, **settings).generate(prompts, greedy, ignore_eos=True)
+    assert [completion.tokens for completion in found] == expected
 
 
 def test_a_large_model_keeps_one_form_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
