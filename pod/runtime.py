@@ -171,7 +171,7 @@ class PodRuntime:
             own_address = config.advertise or host_port(config.host, config.port)
             await require_free_name(config.redis, scope, name, own_address, tls)
         generation = await mint_generation(config.redis, scope, name)
-        make_backend = backend or functools.partial(pod_backend, members=engine.rank_group)
+        make_backend = backend or functools.partial(pod_backend, members=engine.rank_group, layout=engine.layout)
         return cls(config, engine, cache_events, generation, make_backend, tls)
 
     # -- life ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cli.stack.certificates import Authority
 from common.errors import TransferFailed, Unauthenticated, Unavailable
+from common.kv_layout import KVLayout
 from common.process import rank_channel
 from common.process.rank_channel import RankChannel, RankMessage
 from common.tls import TlsFiles
@@ -34,7 +35,9 @@ from tests.rigs.waiting import Clock
 
 CPU = torch.device("cpu")
 SECRET = b"secret of a group"
-BLOCKS, BLOCK_BYTES = 6, 64
+SHAPE = {"num_layers": 1, "num_kv_heads": 4, "head_dim": 8, "block_size": 2}
+LAYOUT = KVLayout(model="m", revision="r", dtype="float32", tensor_parallel=2, **SHAPE)
+BLOCKS, BLOCK_BYTES = 6, LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -200,7 +203,7 @@ class Group:
         self._ends = mine, theirs
         self._thread = threading.Thread(target=self._serve, args=(theirs,))
         self._thread.start()
-        self.backend = ShardedBackend(LoopbackBackend(self.fabric), [RankBackendClient(1, mine)])
+        self.backend = ShardedBackend(LoopbackBackend(self.fabric), [RankBackendClient(1, mine)], LAYOUT)
         self.backend.start(self.name, self.memories[0])
 
     def _serve(self, channel: RankChannel) -> None:
@@ -280,7 +283,7 @@ def test_a_write_is_done_and_notified_when_all_ranks_have_written(
     sender.backend.disconnect("receiver")
     handle = sender.backend.write("receiver", [1], [1], b"")
     assert settle(sender.backend, handle) is WriteState.FAILED
-    assert "rank 1" in sender.backend.error(handle)
+    assert "not connected" in sender.backend.error(handle)
     sender.backend.release(handle)
     sender.backend.close()
 
@@ -308,11 +311,11 @@ def test_a_lost_rank_fails_pending_and_later_writes(fabric: LoopbackFabric, grou
     assert receiver.backend.notifications() == []
 
 
-def test_groups_of_different_sizes_refuse_each_other(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
+def test_a_group_whose_heads_are_not_slices_is_refused(
+    fabric: LoopbackFabric, groups: tuple[Group, Group]
+) -> None:
     sender, receiver = groups
-    alone = ShardedBackend(LoopbackBackend(fabric), [])
-    alone.start("alone", host_pool(BLOCKS, BLOCK_BYTES))
-    with pytest.raises(TransferFailed, match="has 1 tensor-parallel ranks, this pod 2"):
-        sender.backend.connect("alone", alone.metadata(), receiver.memory)
+    with pytest.raises(TransferFailed, match="size 2 with kv_order layers .*size 1 with kv_order layers"):
+        sender.backend.connect("alone", b"alone", receiver.memory)
     with pytest.raises(TransferFailed, match="not that of a tensor-parallel group"):
-        sender.backend.connect("other", b"\x05\x00\x00\x00other", receiver.memory)
+        sender.backend.connect("other", b"baton-ranks\0\x05\x00\x00\x00other", receiver.memory)
