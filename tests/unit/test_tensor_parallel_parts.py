@@ -40,7 +40,7 @@ LAYOUT = KVLayout(model="m", revision="r", dtype="float32", tensor_parallel=2, *
 BLOCKS, BLOCK_BYTES = 6, LAYOUT.block_bytes
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @torch.inference_mode()
 def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -86,9 +86,12 @@ def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None
         qkv, own_qkv = whole.layer_list[0].attention.qkv, part.layer_list[0].attention.qkv
         rows = qkv.weight.split([32, 16, 16])
         parts = [weights.rank_part(own_qkv, "weight", qkv.weight, Shard(r, size)) for r in range(size)]
+        own, copies = [32 // size, max(4, 16 // size), max(4, 16 // size)], [1, *[max(1, size // 4)] * 2]
         for at, kind in enumerate(rows):  # query, key and value heads are in the order of the ranks
-            own = [32 // size, 16 // size, 16 // size]
-            assert torch.equal(torch.cat([part.split(own)[at] for part in parts]), kind)
+            assert torch.equal(torch.cat([part.split(own)[at] for part in parts[:: copies[at]]]), kind)
+            assert all(
+                torch.equal(parts[r].split(own)[at], parts[r - r % copies[at]].split(own)[at]) for r in range(size)
+            )
 
 
 @settings(max_examples=50)
@@ -311,9 +314,7 @@ def test_a_lost_rank_fails_pending_and_later_writes(fabric: LoopbackFabric, grou
     assert receiver.backend.notifications() == []
 
 
-def test_a_group_whose_heads_are_not_slices_is_refused(
-    fabric: LoopbackFabric, groups: tuple[Group, Group]
-) -> None:
+def test_a_group_whose_heads_are_not_slices_is_refused(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
     sender, receiver = groups
     with pytest.raises(TransferFailed, match="size 2 with kv_order layers .*size 1 with kv_order layers"):
         sender.backend.connect("alone", b"alone", receiver.memory)

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -15,10 +15,12 @@ import pytest
 from common.errors import Unavailable
 from common.process.rank_channel import RankChannel
 from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.kv.kv_pool import KVPool
 from engine.parallel.rank import Rank
 from engine.parallel.rank_group import ENGINE_CHANNEL, HOST_CHANNEL, RankGroup
 from kv_transfer.backend.interface import Backend
+from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.backend.sharded import RankBackendServer
 from pod.rank import TRANSFER_CHANNEL, pool_memory
 
@@ -63,30 +65,23 @@ class ThreadRanks:
 
 def _quietly(run: Callable[[], object]) -> None:
     """Runs a rank. The end of rank 0 ends it."""
-    try:
+    with suppress(Unavailable):
         run()
-    except Unavailable:
-        pass
 
 
 @contextmanager
-def thread_ranks(make_backend: Callable[[], Backend] | None = None) -> Iterator[ThreadRanks]:
-    """Engines and pods that are made in this context have thread ranks."""
-    ranks = ThreadRanks(make_backend)
+def thread_ranks(fabric: LoopbackFabric | None = None) -> Iterator[ThreadRanks]:
+    """Engines and pods that are made in this context have thread ranks. Pods use the fabric."""
+    ranks = ThreadRanks(None if fabric is None else lambda: LoopbackBackend(fabric))
 
     def start_for_pod(_config: Any, engine: EngineConfig) -> RankGroup:
         return ranks.start(engine)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pod.runtime.start_ranks", start_for_pod)
-        patch.setitem(RankGroupDefault(), "start_ranks", ranks.start)
-        yield ranks
-
-
-def RankGroupDefault() -> dict[str, Any]:
-    """Returns the default arguments of `Engine`."""
-    from engine.engine import Engine
-
     defaults = Engine.__init__.__kwdefaults__
     assert defaults is not None
-    return defaults
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pod.runtime.start_ranks", start_for_pod)
+        patch.setitem(defaults, "start_ranks", ranks.start)
+        if fabric is not None:
+            patch.setattr("pod.rank.make_backend", lambda *_: LoopbackBackend(fabric))
+        yield ranks
