@@ -178,7 +178,8 @@ class Engine:
         config, device, max_len = self.config, self.device, limits.max_model_len
         dtype = config.resolve_dtype(device)
         model = self._builder.load(max_len, dtype, keep_head=draft is not None)
-        make_draft = None if draft is None else draft.load(self._builder.own_part(model), max_len, device, TORCH_DTYPES[dtype])
+        part = self._builder.own_part(model)
+        make_draft = None if draft is None else draft.load(part, max_len, device, TORCH_DTYPES[dtype])
         self._adapters: AdapterNames | None = None
         self._slots: AdapterSlots | None = None
         if config.max_adapters:

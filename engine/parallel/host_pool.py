@@ -3,8 +3,8 @@
     rank 0: HostCopier -> MirroredHostPool <-- channel "host" --> rank r: RankHostTier, on its own thread
 
 A copy has ended when it has ended on all ranks. Rank r runs behind rank 0, so a copy names the number of engine
-messages that rank 0 had sent before: rank r copies after it has handled those. A step in progress never needs a copy, so
-that wait ends.
+messages that rank 0 had sent before: rank r copies after it has handled those. A step in progress never needs a copy,
+so that wait ends.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RankHostTier:
             torch.cuda.default_stream().synchronize()  # the messages have been launched
         if message.kind == "save":
             if self._sums is not None:
-                self._sums.update({host: self._sum(memory, block) for block, host in zip(blocks, host_blocks, strict=True)})
+                self._sums |= {h: self._sum(memory, b) for b, h in zip(blocks, host_blocks, strict=True)}
             memory.save(blocks, host_blocks)
             memory.wait()
             return 0

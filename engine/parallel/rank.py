@@ -40,7 +40,15 @@ from engine.models.loader import ModelSource, open_model
 from engine.models.spec import Shard
 from engine.parallel.collectives import Collectives, join_store, load_shard, unpack_step
 from engine.parallel.host_pool import RankHostTier
-from engine.parallel.rank_group import ENGINE_CHANNEL, HOST_CHANNEL, JOIN_S, POLL_S, SECRET_VARIABLE, STOP_S, split_address
+from engine.parallel.rank_group import (
+    ENGINE_CHANNEL,
+    HOST_CHANNEL,
+    JOIN_S,
+    POLL_S,
+    SECRET_VARIABLE,
+    STOP_S,
+    split_address,
+)
 
 _log = logging.getLogger(__name__)
 EXIT_FAILED, EXIT_ABANDONED = 1, 5

@@ -36,6 +36,7 @@ JOIN_NODES_S = 1800.0  # Longest wait for ranks of other machines, which may be 
 ANSWER_S = 1800.0  # Longest wait for an answer. A rank loads its weights before its first answer.
 POLL_S = 0.2
 STOP_S = 5.0  # A rank that does not end within this time is killed.
+FAILED_STOP_S = 0.5  # The same for the ranks of a group that has failed: they may wait for a lost rank.
 SECRET_VARIABLE = "BATON_SECRET"
 ENGINE_CHANNEL = "engine"  # Kind of the channel that carries steps.
 HOST_CHANNEL = "host"  # Kind of the channel that carries copies of the host tier.
@@ -263,7 +264,7 @@ class RankGroup:
         self.on_failure()
 
     def _end_children(self) -> None:
-        until = time.monotonic() + STOP_S
+        until = time.monotonic() + (STOP_S if self.failure is None else FAILED_STOP_S)
         for child in self._children.values():
             try:
                 child.wait(max(0.0, until - time.monotonic()))

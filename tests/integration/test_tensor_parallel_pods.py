@@ -48,9 +48,20 @@ async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path
         assert again.target is not None
         assert again.target.first_block > 0
 
+        # Over NIXL the one rank of another prefill pod writes each block's slices to both ranks.
+        single = await cluster.add(Role.PREFILL, kv_order="heads")
+        r = request(prompt_of(2 * CHUNK + 3, seed=77), 6)
+        other = await cluster.generate(r, prefill=single, remote_only=True)
+        assert other.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+        assert single.runtime.transfer_node.stats().sent_transfers == 1
+        cluster.prefills.remove(single)
+        await single.close()
+
         # A pod with one rank whose heads are not slices of a block is refused at the handshake.
         alone = await cluster.add(Role.PREFILL)
-        with pytest.raises(LayoutMismatch, match="size 1 with kv_order layers .*size 2 with kv_order heads") as refused:
+        with pytest.raises(
+            LayoutMismatch, match=r"size 2 with kv_order heads .*size 1 with kv_order layers"
+        ) as refused:
             await alone.runtime.transfer_node.connect(decode.runtime.address, decode.runtime.name)
         assert refused.value.field == "kv_order"
         cluster.prefills.remove(alone)

@@ -61,7 +61,7 @@ def _text(value: Any) -> str:
 
 
 SIZES = {name: sizes_of(name) for name in FAMILIES}
-SHORT_SIZES = dict.fromkeys(FAMILIES, list[int]()) | {
+SHORT_SIZES: dict[str, list[int]] = {name: [] for name in FAMILIES} | {
     "llama": [2, 3],
     "llama-shared-heads": [4],
     "qwen2": [2],
@@ -289,7 +289,7 @@ def test_an_impossible_pair_names_both_sizes() -> None:
     one = KVLayout("m", "r", num_layers=1, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
     four = dataclasses.replace(one, tensor_parallel=4, kv_order="heads")
     with pytest.raises(
-        LayoutMismatch, match="tensor_parallel_size 1 with kv_order layers .* tensor_parallel_size 4 with"
+        LayoutMismatch, match=r"tensor_parallel_size 1 with kv_order layers .* tensor_parallel_size 4 with"
     ):
         one.require_equal(four)
     one.require_equal(dataclasses.replace(one, tensor_parallel=1))

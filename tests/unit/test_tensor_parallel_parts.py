@@ -316,7 +316,7 @@ def test_a_lost_rank_fails_pending_and_later_writes(fabric: LoopbackFabric, grou
 
 def test_a_group_whose_heads_are_not_slices_is_refused(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
     sender, receiver = groups
-    with pytest.raises(TransferFailed, match="size 2 with kv_order layers .*size 1 with kv_order layers"):
+    with pytest.raises(TransferFailed, match=r"size 2 with kv_order layers .*size 1 with kv_order layers"):
         sender.backend.connect("alone", b"alone", receiver.memory)
     with pytest.raises(TransferFailed, match="not that of a tensor-parallel group"):
         sender.backend.connect("other", b"baton-ranks\0\x05\x00\x00\x00other", receiver.memory)

@@ -1,4 +1,4 @@
-"""Configurations of every native family that 1 to 4 ranks can share. Their weights are random (`load_format="dummy"`)."""
+"""Configurations of every native family for 1 to 4 ranks. Their weights are random (`load_format="dummy"`)."""
 
 from __future__ import annotations
 
