@@ -125,6 +125,7 @@ async def _findings(redis_url: str | None, pods: Sequence[str], tls: TlsFiles | 
     yield await _check_redis(redis_url)
     yield _check_memory()
     yield _check_model()
+    yield await _check_ranks(gpus)
     for findings in (_check_pairs(gpus), check_pods(redis_url, pods, tls)):
         async for finding in findings:
             yield finding
@@ -174,6 +175,21 @@ async def _check_nixl(what: str, env: dict[str, str], *, without: Level = Level.
 
 def _carried(reply: dict[str, Any]) -> str:
     return f"{reply['gigabytes_per_s']:.1f} GB/s, by {reply['transport']} ({reply['source']})"
+
+
+async def _check_ranks(gpus: Sequence[Gpu]) -> Finding:
+    """Sums vectors over all GPUs, or over two processes, as the ranks of a tensor-parallel pod do."""
+    several = len(gpus) > 1
+    devices = [f"cuda:{index}" for index in range(len(gpus))] if several else []
+    what = f"ranks, {len(gpus)} GPUs" if several else "ranks, 2 processes"
+    reply = await _json_of_child([sys.executable, "-P", "-m", "engine.parallel.link_probe", *devices], {})
+    if isinstance(reply, str):
+        fix = "nvidia-smi topo -m shows the links; NCCL_DEBUG=WARN says more" if several else "127.0.0.1 must be reachable"
+        return Finding(what, Level.WARN, f"tensor parallelism does not work: {reply}", fix)
+    detail = f"sums intact, {reply['small_us']:.0f} us for 16 KiB, {reply['gigabytes_per_s']:.1f} GB/s"
+    if several and not reply["direct"]:
+        return Finding(what, Level.WARN, f"{detail}, no direct access", "GPUs without NVLink or PCIe peer access are slow")
+    return Finding(what, Level.OK, detail)
 
 
 async def _check_pairs(gpus: Sequence[Gpu]) -> AsyncIterator[Finding]:

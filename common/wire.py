@@ -68,7 +68,7 @@ _SAMPLING = _SameFields(SamplingParams, types_pb2.SamplingParams, "logit_bias", 
 _PROMPT_LOGPROBS = _SameFields(PromptLogprobs, types_pb2.PromptLogprobs)
 _TRANSFER_ID = _SameFields(TransferId, types_pb2.TransferId)
 _KV_TARGET = _SameFields(KvTarget, types_pb2.KvTarget, "transfer_id")
-_LAYOUT = _SameFields(KVLayout, transfer_pb2.Layout, "tensor_parallel", "groups")
+_LAYOUT = _SameFields(KVLayout, transfer_pb2.Layout, "tensor_parallel", "groups", "kv_order")
 _POOL_COUNTS = _SameFields(PoolCounts, transfer_pb2.PoolCounts)
 _LOAD = _SameFields(PodLoad, transfer_pb2.Load, "draining")
 
@@ -192,12 +192,13 @@ def error_from_pb(pb: types_pb2.Error) -> BatonError:
 
 
 def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
-    return _LAYOUT.to_pb(layout, block_bytes=layout.block_bytes, tensor_parallel=layout.tensor_parallel)
+    others = {"tensor_parallel": layout.tensor_parallel, "kv_order": layout.kv_order}
+    return _LAYOUT.to_pb(layout, block_bytes=layout.block_bytes, **others)
 
 
 def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
     """Returns the KV layout of a message. block_bytes is ignored: it follows from the other fields."""
-    return _LAYOUT.from_pb(pb, tensor_parallel=pb.tensor_parallel or 1)
+    return _LAYOUT.from_pb(pb, tensor_parallel=pb.tensor_parallel or 1, kv_order=pb.kv_order or "layers")
 
 
 def pool_counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:

@@ -101,6 +101,11 @@ class EngineConfig(PodEngineSettings):
             raise ConfigError(f"kv_dtype fp8_e4m3 needs compute capability 8.9, {name} has less", field="kv_dtype")
         return FP8_DTYPE
 
+    def resolve_kv_order(self, num_kv_heads: int) -> str:
+        """Returns the order of the KV layout. A single head, which latents are too, has one order only."""
+        wanted = "heads" if self.tensor_parallel_size > 1 else "layers"
+        return "layers" if num_kv_heads == 1 else wanted if self.kv_order == "auto" else self.kv_order
+
     def resolve_limits(self, device: torch.device) -> tuple[int, int | None, int]:
         """Returns chunk_tokens, prompt_step_tokens and max_seqs, with the defaults of the device."""
         on_gpu = device.type == "cuda"

@@ -135,7 +135,8 @@ class Engine:
             weights=source.weights_text,
             num_layers=spec.num_layers,
             tensor_parallel=self._builder.shard.size,
-            num_kv_heads=self._builder.shard.shard_spec(spec).num_kv_heads,
+            num_kv_heads=spec.num_kv_heads,
+            kv_order=config.resolve_kv_order(spec.num_kv_heads),
             head_dim=spec.head_dim,
             latent_dim=spec.latent_dim,
             block_size=config.block_size,
@@ -167,7 +168,8 @@ class Engine:
         self.host_memory: HostKVPool | None = None
         self._stop_copier: Callable[[], object] = lambda: None
         if self.pool.host_tier is not None:
-            self.host_memory = HostKVPool(self.kv, self.pool.host_tier.num_host_blocks)
+            num_host_blocks = self.pool.host_tier.num_host_blocks
+            self.host_memory = self._builder.host_pool(self.kv, num_host_blocks, checksums=config.checksums)
             copier = HostCopier(self.pool.host_tier, self.host_memory, checksums=config.checksums)
             self._stop_copier = weakref.finalize(self, copier.stop)
 
@@ -176,7 +178,8 @@ class Engine:
         config, device, max_len = self.config, self.device, limits.max_model_len
         dtype = config.resolve_dtype(device)
         model = self._builder.load(max_len, dtype, keep_head=draft is not None)
-        make_draft = None if draft is None else draft.load(model, max_len, device, TORCH_DTYPES[dtype])
+        part = self._builder.own_part(model)
+        make_draft = None if draft is None else draft.load(part, max_len, device, TORCH_DTYPES[dtype])
         self._adapters: AdapterNames | None = None
         self._slots: AdapterSlots | None = None
         if config.max_adapters:

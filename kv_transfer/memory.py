@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ class PoolMemory(PeerMemory):
     write_block: Callable[[int, bytes], None]
     #: The pool as a tensor, uint8 [total_blocks, block_bytes], for copies of device memory. None for host memory.
     tensor: Any = None
+
+
+def whole_checksums(memory: PoolMemory, blocks: Sequence[int]) -> list[int]:
+    """Returns the CRC-32 of each block."""
+    return [zlib.crc32(memory.read_block(block)) for block in blocks]
 
 
 def host_pool(num_blocks: int, block_bytes: int) -> PoolMemory:

@@ -90,7 +90,7 @@ class TransferNode:
         probe = ConnectionProbe(thread, self._rpc, memory, info, clock, self.allow_tcp)
         self._connector = PeerConnector(thread, self._rpc, info, clock, probe)
         self._prober = PairProber(self._connector, clock, self.pair_probe_s)
-        self._incoming = TransferReceiver(thread, self._rpc, memory, clock, self._dropped)
+        self._incoming = TransferReceiver(thread, self._rpc, clock, self._dropped)
         self._outgoing = TransferSender(
             *(thread, self._connector, self._rpc, memory, clock, self._pairs),
             fingerprint=lambda: info().fingerprint,

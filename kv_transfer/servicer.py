@@ -33,7 +33,7 @@ from common.types import KvTarget
 from common.wire import finish_reason_from_pb, kv_target_from_pb, transfer_id_from_pb
 from kv_transfer.memory import PinnedBlocks, PoolMemory, release_unless_handed_on
 from kv_transfer.messages import Commit, DroppedMessages, TransferReport, Writer
-from kv_transfer.peers.connection import agent_name, require_compatible
+from kv_transfer.peers.connection import agent_name, probed_bytes, require_compatible
 from kv_transfer.peers.connection_probe import probe_digest
 from kv_transfer.peers.process_watch import watch_process
 from kv_transfer.peers.traffic import PairTrafficTable
@@ -128,7 +128,9 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         if not request.keep_alive:
             self._expecting_until = self.clock() + EXPECT_WRITES_S
         block = await self._on_thread(lambda: self.memory.read_block(self.memory.probe_block), context)
-        intact = block.startswith(request.nonce) and probe_digest(request.nonce, block) == request.digest
+        writer = self._writers.get(request.pod)
+        probed = block if writer is None else block[: probed_bytes(self.info(), writer)]
+        intact = block.startswith(request.nonce) and probe_digest(request.nonce, probed) == request.digest
         return transfer_pb2.ProbeResponse(intact=intact)
 
     async def Open(self, request: transfer_pb2.OpenRequest, context: Context) -> transfer_pb2.OpenResponse:

@@ -26,6 +26,7 @@ CHECK_PERIOD_S = 1.0
 QUARANTINE_SHARE = 0.1
 QUARANTINE_LIMIT_S = 60.0
 EXIT_QUARANTINED, EXIT_BROKEN = 3, 4
+BROKEN_DRAIN_S = 1.0  # Longest drain of a pod that cannot compute: no request can end by itself.
 
 
 @dataclass(slots=True)

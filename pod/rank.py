@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import ConfigError, InternalError, Unavailable
+from common.kv_layout import KVLayout
 from common.logs import setup_logs
 from common.process.rank_channel import MEMBER_ROLES, RankChannel
 from common.settings.configs import PodConfig, WorkerConfig
@@ -24,7 +25,7 @@ from common.tls import TlsFiles
 from engine.config import EngineConfig
 from engine.kv.kv_pool import KVPool
 from engine.parallel.rank import EXIT_ABANDONED, EXIT_FAILED, Rank, exit_with, join, serve
-from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_NODES_S, JOIN_S, RankGroup
+from engine.parallel.rank_group import ENGINE_CHANNEL, HOST_CHANNEL, JOIN_NODES_S, JOIN_S, RankGroup
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.backend.nixl import NixlBackend
@@ -52,7 +53,7 @@ def start_ranks(config: PodConfig, engine: EngineConfig) -> RankGroup:
         engine,
         secret=config.secret if engine.tensor_parallel_nodes > 1 else None,
         command=functools.partial(rank_command, config),
-        kinds=(ENGINE_CHANNEL, TRANSFER_CHANNEL),
+        kinds=(ENGINE_CHANNEL, HOST_CHANNEL, TRANSFER_CHANNEL),
         tls=TlsFiles.of_directory(_group_tls_dir(config), config.role.value),
     )
 
@@ -73,16 +74,16 @@ def rank_command(config: PodConfig | WorkerConfig, rank: int, master: str, ready
     return [sys.executable, "-P", "-m", "pod.rank", str(rank), master, json.dumps(settings)]
 
 
-def pod_backend(config: PodConfig, members: RankGroup | None) -> Backend:
+def pod_backend(config: PodConfig, members: RankGroup | None, layout: KVLayout) -> Backend:
     """Returns the backend of a pod: this process's agent and the other ranks' agents."""
     own = make_backend(config.transport, config.net_devices)
     if members is None:
-        return _staged(own, config)
+        return ShardedBackend(_staged(own, config), [], layout)
     if config.staging == "on":
         why = "each rank has its own part of a block: use auto or off"
         raise ConfigError(f"staging on cannot be combined with several ranks, because {why}", field="staging")
     channels = enumerate(members.channels(TRANSFER_CHANNEL), 1)
-    return ShardedBackend(own, [RankBackendClient(rank, channel) for rank, channel in channels])
+    return ShardedBackend(own, [RankBackendClient(rank, channel) for rank, channel in channels], layout)
 
 
 def _staged(direct: Backend, config: PodConfig) -> Backend:
@@ -145,12 +146,13 @@ def main(argv: list[str]) -> int:
     setup_logs(settings["log_level"], settings["log_format"])
     limit = JOIN_S if settings["ready_fd"] is None else JOIN_NODES_S  # the pod of another machine may start later
     tls = TlsFiles.of_directory(settings["tls_dir"], *MEMBER_ROLES)
-    engine, transfers = (join(rank, master, kind, limit, tls) for kind in (ENGINE_CHANNEL, TRANSFER_CHANNEL))
+    kinds = ENGINE_CHANNEL, HOST_CHANNEL, TRANSFER_CHANNEL
+    engine, host, transfers = (join(rank, master, kind, limit, tls) for kind in kinds)
     exit_with(engine)
     pool = _RankPool(settings["ready_fd"])
     make = functools.partial(make_backend, settings["transport"], settings["net_devices"])
     threading.Thread(target=_run_transfer_backend, args=(transfers, make, pool), name="agent", daemon=True).start()
-    return serve(Rank(rank, engine, pool.made))
+    return serve(Rank(rank, engine, host, pool.made))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
 from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, gpu_monitor, processor_id, require_mappable_kv
-from pod.health import PodHealth
+from pod.health import BROKEN_DRAIN_S, EXIT_BROKEN, PodHealth
 from pod.index import CacheEventRelay, PeerDiscovery, require_free_name
 from pod.limits import PodLimits
 from pod.metrics import PodMetrics
@@ -171,7 +171,7 @@ class PodRuntime:
             own_address = config.advertise or host_port(config.host, config.port)
             await require_free_name(config.redis, scope, name, own_address, tls)
         generation = await mint_generation(config.redis, scope, name)
-        make_backend = backend or functools.partial(pod_backend, members=engine.rank_group)
+        make_backend = backend or functools.partial(pod_backend, members=engine.rank_group, layout=engine.layout)
         return cls(config, engine, cache_events, generation, make_backend, tls)
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -328,7 +328,10 @@ class PodRuntime:
         _log.error("leaving: %s", reason)
         self.exit_code = exit_code
         self._server.set_serving(False)
-        self.lifecycle.begin_drain(reason)
+        broken = exit_code == EXIT_BROKEN
+        if broken and self.role.started:  # no request can end by itself
+            self.role.service.abort_all(Unavailable(f"pod {self.name} is broken: {reason}"))
+        self.lifecycle.begin_drain(reason, BROKEN_DRAIN_S if broken else None)
 
     async def _drain(self) -> None:
         """Leaves the index, refuses new work, and waits until running requests and their hand-offs have ended."""

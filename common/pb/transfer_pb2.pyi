@@ -99,6 +99,7 @@ class Layout(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     LATENT_DIM_FIELD_NUMBER: _builtins.int
+    KV_ORDER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of the layout scheme."""
     model: _builtins.str
@@ -108,7 +109,7 @@ class Layout(_message.Message):
     num_layers: _builtins.int
     """Layers whose KV a block holds."""
     num_kv_heads: _builtins.int
-    """KV heads per rank."""
+    """KV heads of the model."""
     head_dim: _builtins.int
     """Elements per head."""
     block_size: _builtins.int
@@ -133,6 +134,8 @@ class Layout(_message.Message):
     """How the weights are quantised, in words; empty: not at all."""
     latent_dim: _builtins.int
     """Multi-head latent attention: the first numbers of a token's vector are its value; 0: values are separate."""
+    kv_order: _builtins.str
+    """Order of a block's numbers: layers or heads. Empty: layers."""
     def __init__(
         self,
         *,
@@ -153,10 +156,11 @@ class Layout(_message.Message):
         tensor_parallel: _builtins.int = ...,
         weights: _builtins.str = ...,
         latent_dim: _builtins.int = ...,
+        kv_order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "head_dim", b"head_dim", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "head_dim", b"head_dim", "kv_order", b"kv_order", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,10 +74,11 @@ class Lifecycle:
         self._signalled = True
         self._loop.call_soon_threadsafe(self.begin_drain, signal.Signals(number).name)
 
-    def begin_drain(self, reason: str) -> None:
-        """Starts the drain. Later calls have no effect. On the event loop."""
+    def begin_drain(self, reason: str, limit_s: float | None = None) -> None:
+        """Starts the drain, of at most limit_s seconds. Later calls have no effect. On the event loop."""
         if self.draining:
             return
+        self._drain_s = self._drain_s if limit_s is None else min(limit_s, self._drain_s)
         self.state = LifecycleState.DRAINING
         _log.info("draining: %s", reason)
         self._task = asyncio.get_running_loop().create_task(self._run_drain())

@@ -119,6 +119,10 @@ class EngineSettings(Settings, section="Engine"):
         also=("kv_cache_memory_bytes",),
     )
     gpu_memory_utilization: float = setting(kinds.GPU_SHARE, 0.9, "Share of the GPU's memory for this pod")
+    kv_order: str = choice_setting(
+        ("auto", "layers", "heads"),
+        "Order of a block's KV: heads lets pods with other numbers of ranks take part; auto: heads with several ranks",
+    )
     prefix_cache: bool = setting(kinds.BOOL, True, "Keep the KV of prompts and answers for later requests")
     cache_policy: str = choice_setting(
         ("lru", "gdsf", "s3fifo"),
@@ -201,7 +205,7 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
     removed: ClassVar = {"chunk_graphs": "steps of up to 1024 tokens are always CUDA graphs, longer ones never"}
 
     host_cache: int = setting(
-        kinds.size(0), 0, "Host memory for KV blocks that the pool evicts, like 32GiB; default: 0"
+        kinds.size(0), 0, "Host memory of each rank for KV blocks that the pool evicts, like 32GiB; default: 0"
     )
     cuda_graphs: bool = setting(
         kinds.BOOL, True, "Run decode steps, and steps of up to 1024 tokens, as CUDA graphs, captured at the start"
@@ -232,14 +236,6 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         if nodes > 1 and self.tensor_parallel_master is None:
             raise setting_error("tensor_parallel_master", f"{nodes} nodes need the address of rank 0")
         self._check_deterministic()
-        for name, asked, why in (
-            ("speculation", self.speculation in MODEL_PROPOSERS, "a draft model runs on one device"),
-            ("host_cache", self.host_cache > 0, "each rank has its own part of a block"),
-            ("checksums", self.checksums, "each rank sees only its own part of a block"),
-        ):
-            if asked and size > 1:
-                problem = f"{name} {getattr(self, name)} cannot be combined with tensor_parallel_size {size}: {why}"
-                raise ConfigError(problem, field=name)
 
     def _check_deterministic(self) -> None:
         """Raises ConfigError for settings with which bits would depend on the batch, or are not proven."""

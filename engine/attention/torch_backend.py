@@ -99,7 +99,8 @@ class TorchAttention:
         # A block of one layer is a run of rows, one per (K or V, head). If the block stride is a multiple of the row
         # size, the pool is a matrix of these rows, and one index_select reads blocks in the order that attention needs.
         row_size = self._block_size * self._head_dim
-        is_matrix = kv.stride(0) % row_size == 0 and not quantised
+        is_matrix = not any(stride % row_size for stride in kv.stride()[:3]) and not quantised
+        self._row_of_vector, self._row_of_head = kv.stride(1) // row_size, kv.stride(2) // row_size
         self._rows_per_block = kv.stride(0) // row_size if is_matrix else None
         # Each row has `block_size` vectors of head_dim numbers: one index_copy_ writes the keys and values of a step.
         self._vectors_per_block = kv.stride(0) // self._head_dim if is_matrix else None
@@ -124,7 +125,8 @@ class TorchAttention:
         block, offset = table[row_of, position // self._block_size], position % self._block_size
         vectors: Tensor | None = None
         if self._vectors_per_block is not None:
-            rows = np.arange(self._vectors * self._kv_heads) * self._block_size
+            heads = np.arange(self._kv_heads) * self._row_of_head
+            rows = (np.arange(self._vectors)[:, None] * self._row_of_vector + heads).reshape(-1) * self._block_size
             vectors = self._tensor(((block * self._vectors_per_block + offset)[:, None] + rows).reshape(-1))
         places = self._tensor(block), self._tensor(offset), vectors, self._geometry
         return TorchMetadata(*places, groups, tokens, np.cumsum(num_new), table, step)
@@ -273,8 +275,8 @@ class TorchAttention:
         """Returns `blocks` [rows, n] as indices for `_gather`: rows of the pool's matrix if it is one, else blocks."""
         if self._rows_per_block is None:
             return blocks
-        kv = np.arange(self._vectors)[:, None, None, None] * self._kv_heads
-        head = np.arange(self._kv_heads)[None, None, :, None]
+        kv = np.arange(self._vectors)[:, None, None, None] * self._row_of_vector
+        head = np.arange(self._kv_heads)[None, None, :, None] * self._row_of_head
         return (blocks[None, :, None, :] * self._rows_per_block + kv + head).reshape(-1)
 
     def _mask(self, position: np.ndarray, context: int, window: int | None) -> Tensor:
@@ -300,13 +302,13 @@ def _compiled_kernel() -> Callable[..., None] | None:
 
 
 def _geometry(kv: Tensor) -> tuple[int, ...]:
-    """Returns the numbers between two blocks of a layer, kv_heads, block_size and head_dim."""
-    return kv.stride(0), *kv.shape[2:]
+    """Returns the numbers between two blocks, vectors and heads of a layer, kv_heads, block_size and head_dim."""
+    return *kv.stride()[:3], *kv.shape[2:]
 
 
 def _matrix(kv: Tensor, width: int) -> Tensor:
     """Returns a view of the pool from a layer's first block on, as a matrix with `width` numbers in a row."""
-    numbers = (kv.shape[0] - 1) * kv.stride(0) + kv[0].numel()
+    numbers = 1 + sum((size - 1) * stride for size, stride in zip(kv.shape, kv.stride(), strict=True))
     return kv.as_strided((numbers // width, width), (width, 1))
 
 

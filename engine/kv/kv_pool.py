@@ -112,8 +112,10 @@ class KVPool:
         """Returns a view of one segment of the KV layout, [num_blocks + 2, *shape]."""
         for segment in self.layout.segments:
             if segment.name == name:
-                raw = self.data[:, segment.offset : segment.offset + segment.nbytes]
-                return raw.view(TORCH_DTYPES[segment.dtype]).view(-1, *segment.shape)
+                raw = self.data.view(TORCH_DTYPES[segment.dtype])
+                itemsize, row = raw.element_size(), raw.stride(0)
+                size = len(raw), *segment.shape
+                return raw.as_strided(size, (row, *segment.strides), segment.offset // itemsize)
         raise InternalError(f"the KV layout has no segment {name!r}")
 
     def zero(self, blocks: Sequence[int]) -> None:

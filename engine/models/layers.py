@@ -29,6 +29,7 @@ class Target(NamedTuple):
     shape: tuple[int, ...] | None = None
     read: Callable[[Any], Tensor] | None = None
     replaces: frozenset[str] = frozenset()  # Names of tensors that a checkpoint with this tensor lacks.
+    copies: int = 1  # Neighbouring ranks that have the same part.
 
 
 class Linear(nn.Linear):
@@ -56,6 +57,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, sum(parts.values()), bias=bias)
         self.parts, self.split = dict(parts), split
         self.orders: Mapping[str, Tensor] = {}  # By part: the order of its rows, see `Target.order`.
+        self.copies: Mapping[str, int] = {}  # By part: neighbouring ranks that have the same rows; default: 1.
 
     def reset_parameters(self) -> None:
         """Does nothing: the parameters are loaded."""
@@ -73,6 +75,7 @@ class Embedding(nn.Embedding):
         super().__init__(rows, size)
         self.parts = {name: rows}
         self.orders: Mapping[str, Tensor] = {}
+        self.copies: Mapping[str, int] = {}
 
     def reset_parameters(self) -> None:
         """Does nothing: the parameters are loaded."""
@@ -84,15 +87,24 @@ class RMSNorm(nn.Module):
     Args:
         split: 0 if each rank has a part of the dimension, None if each rank has all of it.
         order: the order of the weight's numbers, see `Target.order`.
+        copies: neighbouring ranks that have the same part.
     """
 
     def __init__(
-        self, name: str, size: int, eps: float, *, split: int | None = None, order: Tensor | None = None
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        split: int | None = None,
+        order: Tensor | None = None,
+        copies: int = 1,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.parts, self.eps, self.split = {name: size}, eps, split
         self.orders: Mapping[str, Tensor] = {} if order is None else {name: order}
+        self.copies: Mapping[str, int] = {name: copies}
 
 
 class Sinks(nn.Module):
@@ -132,6 +144,7 @@ class Attention(nn.Module):
         queries, keys, values = (f"self_attn.{name}_proj" for name in "qkv")
         projections = {queries: spec.query_size, keys: spec.kv_size, values: spec.kv_size}
         self.qkv = Linear(inputs or spec.hidden_size, projections, bias=spec.qkv_bias, split=0)
+        self.qkv.copies = {keys: spec.kv_copies, values: spec.kv_copies}
         self.out = Linear(spec.query_size, {"self_attn.o_proj": spec.hidden_size}, bias=spec.out_bias, split=1)
         self.out.multiplier = spec.residual_multiplier
         order = rotary_order(spec.head_dim, spec.rope.rotated(spec.head_dim))
@@ -139,17 +152,17 @@ class Attention(nn.Module):
             self.qkv.orders = {queries: _of_heads(order, self.heads), keys: _of_heads(order, self.kv_heads)}
         #: Whether the norms are over all heads together, those of the other ranks included.
         self.joint_norm = spec.qk_norm == "all"
-        self.q_norm = self._norm("self_attn.q_norm", spec, self.heads, order)
-        self.k_norm = self._norm("self_attn.k_norm", spec, self.kv_heads, order)
+        self.q_norm = self._norm("self_attn.q_norm", spec, self.heads, order, 1)
+        self.k_norm = self._norm("self_attn.k_norm", spec, self.kv_heads, order, spec.kv_copies)
         self.sink_logits = Sinks("self_attn.sinks", self.heads) if spec.sinks else None
 
-    def _norm(self, name: str, spec: ModelSpec, heads: int, order: Tensor | None) -> RMSNorm | None:
+    def _norm(self, name: str, spec: ModelSpec, heads: int, order: Tensor | None, copies: int) -> RMSNorm | None:
         if spec.qk_norm is None:
             return None
         if not self.joint_norm:
             return RMSNorm(name, spec.head_dim, spec.norm_eps, order=order)
         joint = None if order is None else _of_heads(order, heads)
-        return RMSNorm(name, heads * spec.head_dim, spec.norm_eps, split=0, order=joint)
+        return RMSNorm(name, heads * spec.head_dim, spec.norm_eps, split=0, order=joint, copies=copies)
 
     @property
     def sinks(self) -> Tensor | None:

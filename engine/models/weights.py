@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -59,8 +59,8 @@ def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARD
                     continue  # `_load_quantized` reads it
                 parts = torch.split(parameter, list(module.parts.values()))
                 for name, part in zip(module.parts, parts, strict=True):
-                    order = module.orders.get(name)
-                    targets[f"{prefix}{name}.{kind}"] = Target(part, _split_dim(module, kind), order)
+                    target = Target(part, _split_dim(module, kind), module.orders.get(name))
+                    targets[f"{prefix}{name}.{kind}"] = target._replace(copies=module.copies.get(name, 1))
         elif isinstance(module, Sinks):
             (name,) = module.parts
             targets[f"{prefix}{name}"] = Target(module.weight, module.split)
@@ -155,12 +155,13 @@ def _load_quantized(model: Decoder, model_dir: Path, shard: Shard, loaded: Progr
         for prefix, linear in model.linears():
             if linear.scheme is None:
                 continue
-            across, along = (shard.size if linear.split == dim else 1 for dim in (0, 1))
             parts = []
             for name, outputs in linear.parts.items():
+                own = shard.among(linear.copies.get(name, 1))
+                across, along = (own.size if linear.split == dim else 1 for dim in (0, 1))
                 sizes = outputs * across, linear.in_features * along
                 weight = LayerReader(files, prefix + name, *sizes, linear.scheme).weight()
-                weight = _part_of(weight, linear, outputs, shard)
+                weight = _part_of(weight, linear, outputs, own)
                 order = linear.orders.get(name)
                 parts.append(weight if order is None else weight.reordered(order))
             try:
@@ -190,6 +191,7 @@ def _part_of(weight: QuantizedWeight, linear: Linear, outputs: int, shard: Shard
 def _read(file: Any, name: str, target: Target, shard: Shard) -> Tensor:
     """Reads this rank's part of a tensor, and no other bytes. Raises ConfigError if it does not fit the target."""
     assert target.tensor is not None
+    shard = shard.among(target.copies)
     part, split = file.get_slice(name), target.split
     shape, expected = list(part.get_shape()), list(target.shape or target.tensor.shape)
     if split is not None:
@@ -253,21 +255,34 @@ def _whole_shape(module: nn.Module, kind: str, parameter: Tensor, shard: Shard) 
         return module.whole_shape(kind, shard)
     shape, split = list(parameter.shape), _split_dim(module, kind)
     if split is not None:
-        shape[split] *= shard.size
+        assert isinstance(module, Linear | RMSNorm | Sinks)
+        shape[split] = sum(width * own.size for width, own in _split_widths(module, split, shard))
     return shape
+
+
+def _split_widths(module: Linear | RMSNorm | Sinks, split: int, shard: Shard) -> list[tuple[int, Shard]]:
+    """Returns, for each part of a split parameter, its width on this rank and the ranks with different parts."""
+    if isinstance(module, Linear) and split == 1:
+        return [(module.in_features, shard)]
+    copies: Mapping[str, int] = getattr(module, "copies", {})
+    return [(width, shard.among(copies.get(name, 1))) for name, width in module.parts.items()]
 
 
 def _randomize_quantized(name: str, linear: Linear, model: Decoder, seed: int, shard: Shard) -> None:
     assert linear.scheme is not None
-    across, along = (shard.size if linear.split == dim else 1 for dim in (0, 1))
-    shape = linear.out_features * across, linear.in_features * along
+    shape = [linear.out_features, linear.in_features]
+    owners = [shard] * len(linear.parts)
+    if linear.split is not None:
+        widths = _split_widths(linear, linear.split, shard)
+        shape[linear.split] = sum(width * own.size for width, own in widths)
+        owners = [own for _, own in widths] if linear.split == 0 else owners
     whole = torch.empty(shape, device=model.embedding.weight.device)
     _randomize(name, whole, seed)
     weight, parts, start = quantize(whole, linear.scheme), [], 0
-    for outputs in linear.parts.values():
-        part = weight.rows(slice(start, start + outputs * across))
-        parts.append(_part_of(part, linear, outputs, shard))
-        start += outputs * across
+    for outputs, own in zip(linear.parts.values(), owners, strict=True):
+        rows = outputs * own.size if linear.split == 0 else outputs
+        parts.append(_part_of(weight.rows(slice(start, start + rows)), linear, outputs, own))
+        start += rows
     model.place(linear, concatenate(parts))
 
 
@@ -279,9 +294,10 @@ def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tens
     if split is None:
         return whole
     assert isinstance(module, Linear | RMSNorm | Sinks)
-    joined = [module.in_features] if isinstance(module, Linear) and split == 1 else list(module.parts.values())
-    parts = torch.split(whole, [width * shard.size for width in joined], split)
-    return torch.cat([part.chunk(shard.size, split)[shard.rank] for part in parts], split)
+    widths = _split_widths(module, split, shard)
+    parts = torch.split(whole, [width * own.size for width, own in widths], split)
+    owned = zip(parts, widths, strict=True)
+    return torch.cat([part.chunk(own.size, split)[own.rank] for part, (_, own) in owned], split)
 
 
 def _randomize(name: str, parameter: Tensor, seed: int) -> None:

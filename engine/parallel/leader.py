@@ -2,7 +2,7 @@
 
 The engine uses both alike. Runner, scheduler and sampler know of no other rank. Each call is sent to the other ranks
 before it runs here. All calls come from the engine thread, so all ranks run the same calls in the same order. Hidden
-states are equal on every rank after an all-reduce. Only rank 0 computes logits.
+states are equal on every rank after an all-reduce. Only rank 0 computes logits and drafts.
 
 A step that fails here after it was sent leaves the ranks in different steps, so it ends the group (`RankGroup.fail`).
 """
@@ -21,12 +21,14 @@ from common.errors import InternalError, describe
 from common.kv_layout import KVLayout
 from engine.config import EngineConfig
 from engine.kv.blocks import BlockCopy
+from engine.kv.host_copier import HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.models.base import ForwardContext, Model
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
 from engine.models.spec import UNSHARDED, Shard, shard_error
 from engine.parallel.collectives import Collectives, load_shard, open_store, pack_step
+from engine.parallel.host_pool import MirroredHostPool
 from engine.parallel.rank_group import RankGroup
 
 
@@ -49,6 +51,14 @@ class EngineBuilder:
         """Makes a KV pool on every device."""
         return KVPool(layout, num_blocks, device)
 
+    def host_pool(self, kv: KVPool, num_host_blocks: int, *, checksums: bool) -> HostKVPool:
+        """Makes the host tier's memory for every device. checksums: other ranks check the blocks that they load."""
+        return HostKVPool(kv, num_host_blocks)
+
+    def own_part(self, model: Model) -> Model:
+        """Returns the part of the model in this process, which has the whole embedding and LM head."""
+        return model
+
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +69,7 @@ class MirroredModel:
     capturable = False
 
     def __init__(self, local: Decoder, rank_group: RankGroup, collectives: Collectives) -> None:
-        self._local, self._rank_group, self._collectives = local, rank_group, collectives
+        self.local, self._rank_group, self._collectives = local, rank_group, collectives
         self.final_norm, self.logits = local.final_norm, local.logits
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
@@ -69,12 +79,12 @@ class MirroredModel:
         try:
             ids = [tokens, positions] if rows is None else [tokens, positions, rows]
             self._collectives.broadcast(torch.cat(ids))
-            return self._local.forward(tokens, positions, context, rows)
+            return self.local.forward(tokens, positions, context, rows)
         except Exception as error:
             raise self._rank_group.fail(f"a step failed on rank 0: {describe(error)}") from error
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
-        raise InternalError("a tensor-parallel engine supports no draft model")
+        raise InternalError("a target has no KV writes without a step")
 
 
 class MirroredPool(KVPool):
@@ -138,6 +148,13 @@ class TensorParallelBuilder(EngineBuilder):
         rank_group.receive()
         _log.info("%d tensor-parallel ranks have loaded their weights", rank_group.size)
         return MirroredModel(local, rank_group, collectives)
+
+    def own_part(self, model: Model) -> Model:
+        assert isinstance(model, MirroredModel)
+        return model.local
+
+    def host_pool(self, kv: KVPool, num_host_blocks: int, *, checksums: bool) -> HostKVPool:
+        return MirroredHostPool(kv, num_host_blocks, self._rank_group, checksums=checksums)
 
     def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
         return MirroredPool(layout, num_blocks, device, self._rank_group)

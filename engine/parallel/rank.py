@@ -39,19 +39,34 @@ from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource, open_model
 from engine.models.spec import Shard
 from engine.parallel.collectives import Collectives, join_store, load_shard, unpack_step
-from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_S, POLL_S, SECRET_VARIABLE, STOP_S, split_address
+from engine.parallel.host_pool import RankHostTier
+from engine.parallel.rank_group import (
+    ENGINE_CHANNEL,
+    HOST_CHANNEL,
+    JOIN_S,
+    POLL_S,
+    SECRET_VARIABLE,
+    STOP_S,
+    split_address,
+)
 
 _log = logging.getLogger(__name__)
 EXIT_FAILED, EXIT_ABANDONED = 1, 5
 
 
 class Rank:
-    """One rank other than rank 0, which `channel` leads to. `on_pool` is called with each new KV pool."""
+    """One rank other than rank 0, which `channel` and `host` (for copies of the host tier) lead to.
 
-    def __init__(self, rank: int, channel: RankChannel, on_pool: Callable[[KVPool], None] = lambda _: None) -> None:
+    `on_pool` is called with each new KV pool.
+    """
+
+    def __init__(
+        self, rank: int, channel: RankChannel, host: RankChannel, on_pool: Callable[[KVPool], None] = lambda _: None
+    ) -> None:
         self.heartbeat = Heartbeat()  # Beats once per message; idle while no message has come
         self.step_bound_s = 0.0  # Longest time of a step, from rank 0; 0 while it does not watch
         self._rank, self._channel, self._on_pool = rank, channel, on_pool
+        self._host_tier = RankHostTier(host)
         self._source: ModelSource | None = None
         self._model: Decoder | None = None
         self._collectives: Collectives | None = None
@@ -65,12 +80,13 @@ class Rank:
 
         An error of this rank is sent to rank 0 and then raised.
         """
-        answered = {"open": self._open, "load": self._load, "pool": self._create_pool}
+        answered = {"open": self._open, "load": self._load, "pool": self._create_pool, "host": self._open_host_tier}
         unanswered = {"step": self._step, "zero": self._zero, "copy": self._copy}
         self.heartbeat.begin()
         while (message := self._receive()).kind != "stop":
             if message.kind in unanswered:
                 unanswered[message.kind](message)
+                self._host_tier.on_handled()
                 continue
             try:
                 answered[message.kind](message)
@@ -78,6 +94,8 @@ class Rank:
                 self._channel.send("failed", error=describe(error))
                 self._channel.wait_readable(STOP_S)  # rank 0 reads the message, then closes
                 raise
+            if message.kind != "open":  # rank 0 does not count it
+                self._host_tier.on_handled()
             self._channel.send("done")
 
     def _receive(self) -> RankMessage:
@@ -118,7 +136,8 @@ class Rank:
     def _create_pool(self, message: RankMessage) -> None:
         self._kv, self._cache, self._attention = None, (), None  # frees the memory of the old pool
         assert self._model is not None
-        self._kv = kv = KVPool(KVLayout(**message.fields["layout"]), message.fields["num_blocks"], self._device)
+        layout = KVLayout(**message.fields["layout"]).of_rank(self._rank)
+        self._kv = kv = KVPool(layout, message.fields["num_blocks"], self._device)
         spec, self._cache = self._model.spec, kv.layers()
         kind: type[TritonAttention] | type[TorchAttention] = TorchAttention
         if self._device.type == "cuda":
@@ -126,6 +145,11 @@ class Rank:
         score: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap}
         self._attention = kind(self._cache, spec.num_heads, spec.windows, kv.dummy_block, **score)
         self._on_pool(kv)
+
+    def _open_host_tier(self, message: RankMessage) -> None:
+        assert self._kv is not None
+        fields = message.fields
+        self._host_tier.open(self._kv, fields["num_host_blocks"], checksums=fields["checksums"])
 
     @torch.inference_mode()
     def _step(self, message: RankMessage) -> None:
@@ -203,9 +227,9 @@ def serve(rank: Rank) -> int:
 def main(argv: list[str]) -> int:
     number, master = int(argv[0]), argv[1]
     logging.basicConfig(level=logging.WARNING, format=f"rank {number}: %(levelname)s %(name)s: %(message)s")
-    channel = join(number, master)
+    channel, host = (join(number, master, kind) for kind in (ENGINE_CHANNEL, HOST_CHANNEL))
     exit_with(channel)
-    return serve(Rank(number, channel))
+    return serve(Rank(number, channel, host))
 
 
 if __name__ == "__main__":

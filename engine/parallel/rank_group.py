@@ -36,8 +36,10 @@ JOIN_NODES_S = 1800.0  # Longest wait for ranks of other machines, which may be 
 ANSWER_S = 1800.0  # Longest wait for an answer. A rank loads its weights before its first answer.
 POLL_S = 0.2
 STOP_S = 5.0  # A rank that does not end within this time is killed.
+FAILED_STOP_S = 0.5  # The same for the ranks of a group that has failed: they may wait for a lost rank.
 SECRET_VARIABLE = "BATON_SECRET"
 ENGINE_CHANNEL = "engine"  # Kind of the channel that carries steps.
+HOST_CHANNEL = "host"  # Kind of the channel that carries copies of the host tier.
 
 RankCommand = Callable[[int, str], list[str]]  # Maps (rank, address of rank 0) to the command line of a rank.
 
@@ -61,6 +63,7 @@ class RankGroup:
         self.step_bound_s = 0.0  # Seconds after which a rank that computes one step ends itself; 0 for no bound.
         #: Function that is called once, on the watching thread or the engine thread, when the group has failed.
         self.on_failure: Callable[[], object] = lambda: None
+        self.num_sent = 0  # Messages of `send`. Only the engine thread sends; any thread may read it.
         self._channels: dict[str, dict[int, RankChannel]] = {kind: {} for kind in kinds}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._started, self._closing = threading.Event(), threading.Event()
@@ -75,7 +78,7 @@ class RankGroup:
         *,
         secret: str | None = None,
         command: RankCommand = rank_command,
-        kinds: Sequence[str] = (ENGINE_CHANNEL,),
+        kinds: Sequence[str] = (ENGINE_CHANNEL, HOST_CHANNEL),
         tls: TlsFiles | None = None,
     ) -> RankGroup:
         """Starts the ranks of this machine and waits until all ranks have joined.
@@ -135,6 +138,7 @@ class RankGroup:
     def send(self, kind: str, payload: bytes | memoryview = b"", **fields: Any) -> None:
         """Sends a message to every rank. Raises InternalError if the group has failed."""
         self.check_alive()
+        self.num_sent += 1
         try:
             for channel in self.channels():
                 channel.send(kind, payload, **fields)
@@ -260,7 +264,7 @@ class RankGroup:
         self.on_failure()
 
     def _end_children(self) -> None:
-        until = time.monotonic() + STOP_S
+        until = time.monotonic() + (STOP_S if self.failure is None else FAILED_STOP_S)
         for child in self._children.values():
             try:
                 child.wait(max(0.0, until - time.monotonic()))

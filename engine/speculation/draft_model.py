@@ -132,7 +132,6 @@ class EagleDraftModel:
         Returns the target's hidden states of the tokens `rows` (None: all), and the states of all tokens [T, hidden].
         """
         model, width = target.model, self._width
-        assert isinstance(model, Decoder)
         aux_states = torch.empty(len(tokens), len(self._aux_layers) * width, dtype=self._dtype, device=tokens.device)
 
         def hook(layer_index: int, x: Tensor) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.kv_slices import BlockSpan
 from kv_transfer.memory import PeerMemory, PoolMemory
 
 STAGED = "staged_"  #: The name of a transport through host memory begins with this.
@@ -55,8 +56,11 @@ class Backend(Protocol):
     def metadata(self) -> bytes:
         """Returns opaque bytes that a peer needs for `connect` and `add_peer`."""
 
-    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
-        """Makes the peer's pool writable. Raises TransferFailed, also for the metadata of another agent."""
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory, span: BlockSpan | None = None) -> None:
+        """Makes the peer's pool writable. Raises TransferFailed, also for the metadata of another agent.
+
+        Writes to the peer copy these bytes of each block; None: whole blocks, which have one size on both sides.
+        """
 
     def disconnect(self, peer: str) -> None:
         """Forgets the connection to a peer; `notify` still works after `add_peer`. Unknown peers are ignored.
@@ -100,6 +104,9 @@ class Backend(Protocol):
 
     def release(self, handle: int) -> None:
         """Forgets a terminal write."""
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Returns a checksum of each block of this pod, equal in pods of all sizes with the same KV. TransferFailed."""
 
     def notifications(self) -> list[Notification]:
         """Makes progress and returns the notifications that arrived since the last call."""

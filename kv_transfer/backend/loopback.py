@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from common.errors import TransferFailed
+from common.kv_slices import BlockSpan
 from kv_transfer.backend.interface import Notification, Transport, WriteState
-from kv_transfer.memory import PeerMemory, PoolMemory
+from kv_transfer.memory import PeerMemory, PoolMemory, whole_checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class _LoopbackWrite:
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
     notification: bytes
+    span: BlockSpan | None = None
     state: WriteState = WriteState.PENDING
     error: str = ""
 
@@ -142,7 +144,12 @@ class LoopbackFabric:
             write.state, write.error = WriteState.FAILED, planned_failure or f"agent {write.peer} is gone"
             return
         for mine, theirs in zip(write.local_blocks, write.remote_blocks, strict=True):
-            peer.memory.write_block(theirs, source.memory.read_block(mine))
+            data = source.memory.read_block(mine)
+            if (span := write.span) is not None:
+                block = bytearray(peer.memory.read_block(theirs))
+                block[span.target : span.target + span.nbytes] = data[span.source : span.source + span.nbytes]
+                data = bytes(block)
+            peer.memory.write_block(theirs, data)
         write.state = WriteState.DONE
         if write.notification:
             self.notify(write.source, write.peer, write.notification)
@@ -154,21 +161,22 @@ class LoopbackBackend:
     def __init__(self, fabric: LoopbackFabric) -> None:
         self._fabric = fabric
         self._name = ""
-        self._connected: set[str] = set()
+        self._memory: PoolMemory | None = None
+        self._connected: dict[str, BlockSpan | None] = {}
         self._notified_peers: set[str] = set()
         self._writes: dict[int, _LoopbackWrite] = {}
         self._handles = itertools.count(1)
 
     def start(self, name: str, memory: PoolMemory) -> None:
         self._fabric.add_agent(name, memory)
-        self._name = name
+        self._name, self._memory = name, memory
 
     def metadata(self) -> bytes:
         return self._name.encode()
 
-    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory, span: BlockSpan | None = None) -> None:
         self._require(peer, metadata)
-        self._connected.add(peer)
+        self._connected[peer] = span
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         self._require(peer, metadata)
@@ -192,11 +200,13 @@ class LoopbackBackend:
         self._fabric.require_alive(peer)
 
     def disconnect(self, peer: str) -> None:
-        self._connected.discard(peer)
+        self._connected.pop(peer, None)
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         handle = next(self._handles)
-        write = self._writes[handle] = _LoopbackWrite(self._name, peer, tuple(local), tuple(remote), notification)
+        where = tuple(local), tuple(remote)
+        write = _LoopbackWrite(self._name, peer, *where, notification, self._connected.get(peer))
+        self._writes[handle] = write
         if peer in self._connected:
             self._fabric.post(write)
             self._fabric.advance()
@@ -205,7 +215,7 @@ class LoopbackBackend:
         return handle
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._connected | self._notified_peers:
+        if peer not in self._connected.keys() | self._notified_peers:
             raise TransferFailed(f"agent {peer} is not connected")
         self._fabric.notify(self._name, peer, payload)
 
@@ -219,6 +229,10 @@ class LoopbackBackend:
     def release(self, handle: int) -> None:
         write = self._writes.pop(handle)
         assert write.state is not WriteState.PENDING, "a pending write was released"
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        assert self._memory is not None, "the backend is not started"
+        return whole_checksums(self._memory, blocks)
 
     def notifications(self) -> list[Notification]:
         return self._fabric.take_notifications(self._name)

@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 
 from common.errors import TransferFailed, describe, first_line
+from common.kv_slices import BlockSpan
 from kv_transfer.backend.interface import Notification, Transport, WriteState
 from kv_transfer.backend.ucx_log import UcxLog
-from kv_transfer.memory import PeerMemory, PoolMemory
+from kv_transfer.memory import PeerMemory, PoolMemory, whole_checksums
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,9 @@ class _NixlAgent:
     memory: PoolMemory
     registered: Any
     blocks: Any
-    peers: dict[str, Any] = field(default_factory=dict)  #: Block lists of connected peers.
+    #: Block lists of this pod and of the peer, which belong together, of each connected peer.
+    peers: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    spans: dict[tuple[int, int], Any] = field(default_factory=dict)  #: Lists of parts of this pod's blocks.
     notified_peers: dict[str, bytes] = field(default_factory=dict)  #: Peers of add_peer, with their metadata.
     loaded: dict[str, bytes] = field(default_factory=dict)  #: Peers that NIXL knows, with the metadata it got.
 
@@ -115,17 +118,29 @@ class NixlBackend:
     def metadata(self) -> bytes:
         return bytes(self._started.nixl.get_agent_metadata())
 
-    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory, span: BlockSpan | None = None) -> None:
         agent = self._started
         self._load(peer, metadata)
         if peer in agent.notified_peers:
             agent.notified_peers[peer] = metadata
         try:
-            agent.peers[peer] = agent.nixl.prep_xfer_dlist(peer, _descriptor_row(memory), memory.kind)
+            row = _descriptor_row(memory) if span is None else _descriptor_row(memory, span.target, span.nbytes)
+            agent.peers[peer] = self._blocks_of(span), agent.nixl.prep_xfer_dlist(peer, row, memory.kind)
         except Exception as e:
             if peer not in agent.notified_peers:
                 self._unload(peer)
             raise TransferFailed(f"the pool of {peer} is not in its metadata: {_reason(e)}") from e
+
+    def _blocks_of(self, span: BlockSpan | None) -> Any:
+        """Returns the list of this pod's blocks, or of their parts."""
+        agent = self._started
+        if span is None:
+            return agent.blocks
+        part = span.source, span.nbytes
+        if part not in agent.spans:
+            row = _descriptor_row(agent.memory, *part)
+            agent.spans[part] = agent.nixl.prep_xfer_dlist("NIXL_INIT_AGENT", row, agent.memory.kind)
+        return agent.spans[part]
 
     def _load(self, peer: str, metadata: bytes) -> None:
         """Makes NIXL know the peer. NIXL accepts an agent only once, so other metadata replaces the former."""
@@ -161,7 +176,7 @@ class NixlBackend:
         if connected is None:
             return
         try:
-            connected.release()
+            connected[1].release()
         except Exception as e:
             _log.warning("the blocks of agent %s could not be released: %s", peer, _reason(e))
         self._unload(peer)  # `notify` loads it again: the peer may be dead, and NIXL reports a dead peer's metadata
@@ -195,7 +210,7 @@ class NixlBackend:
             return number
         mine, theirs = np.asarray(local, dtype=np.int32), np.asarray(remote, dtype=np.int32)
         try:
-            write.handle = agent.nixl.make_prepped_xfer("WRITE", agent.blocks, mine, known, theirs, notification)
+            write.handle = agent.nixl.make_prepped_xfer("WRITE", known[0], mine, known[1], theirs, notification)
             self._set_state(write, agent.nixl.transfer(write.handle))
         except Exception as e:
             self._set_failed(write, e)
@@ -232,6 +247,9 @@ class NixlBackend:
                 write.handle.release()
             except Exception as e:
                 _log.warning("a terminal handle could not be released: %s", _reason(e))
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return whole_checksums(self._started.memory, blocks)
 
     def notifications(self) -> list[Notification]:
         arrived = self._started.nixl.get_new_notifs()
@@ -270,7 +288,7 @@ class NixlBackend:
         for handle in list(self._writes):
             self.release(handle)
         _let_peers_connect(agent.nixl)
-        for blocks in agent.peers.values():
+        for blocks in (*(theirs for _, theirs in agent.peers.values()), *agent.spans.values()):
             blocks.release()
         for peer in agent.loaded:
             agent.nixl.remove_remote_agent(peer)
@@ -332,9 +350,12 @@ def _reason(error: Exception) -> str:
     return f"{words} ({text})" if words else f"NIXL reports {text}" if text else describe(error)
 
 
-def _descriptor_row(memory: PoolMemory | PeerMemory) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Returns a pool as one strided descriptor row, uint64 [1, 5]."""
-    row = [memory.base, memory.block_bytes, memory.device, memory.block_bytes, memory.total_blocks]
+def _descriptor_row(
+    memory: PoolMemory | PeerMemory, offset: int = 0, nbytes: int | None = None
+) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Returns a pool, or `nbytes` from `offset` of each block, as one strided descriptor row, uint64 [1, 5]."""
+    size = memory.block_bytes if nbytes is None else nbytes
+    row = [memory.base + offset, size, memory.device, memory.block_bytes, memory.total_blocks]
     return np.array([row], dtype=np.uint64)
 
 

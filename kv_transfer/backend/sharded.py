@@ -1,10 +1,11 @@
-"""The transfer agents of a tensor-parallel group as one backend. Rank r writes to the peer's rank r, the same blocks.
+"""The transfer agents of a tensor-parallel group as one backend. Each rank writes its slices to the peer's ranks.
 
     rank 0: ShardedBackend, a RankBackendClient per rank <-- channel --> rank r: RankBackendServer, on its own thread
 
 A write is DONE when it is done on every rank. It is FAILED when one rank failed and no rank has it in flight. Its
 notification goes from rank 0 to rank 0 after the bytes of all ranks, so leases, quarantine and the state machines are
-independent of ranks. Groups of different sizes are refused, by the layout at the handshake and by connect().
+independent of ranks. The peer may have another number of ranks (common/kv_slices.py); impossible pairs are refused by
+the layout at the handshake and by connect().
 
 Writes are posted to a rank without an answer. The rank polls pending writes and reports the result of each once. A rank
 that is gone posts nothing more: every write that it had in flight counts as failed.
@@ -17,15 +18,19 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.errors import TransferFailed, Unavailable
+from common.errors import LayoutMismatch, TransferFailed, Unavailable
+from common.kv_layout import KVLayout
+from common.kv_slices import BlockSpan, checked_parts, rank_slices
 from common.process.rank_channel import RankChannel, RankMessage
 from kv_transfer.backend.interface import TCP_OR_UNKNOWN, Backend, Notification, Transport, WriteState
-from kv_transfer.memory import PeerMemory, PoolMemory
+from kv_transfer.backend.slice_checksums import join_checksums, part_checksums
+from kv_transfer.memory import PeerMemory, PoolMemory, whole_checksums
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ CLOSE_S = 2.0
 POLL_S = 0.001  #: Pause between polls while writes are pending.
 IDLE_S = 0.02
 _NOT_STARTED = "the agent of this rank is not started"
+_NOT_STAGED = "KV of pods with several ranks cannot go through host memory"
+_MAGIC = b"baton-ranks\0"  #: The metadata of a pod with several ranks begins with it.
 
 
 class RankBackendClient:
@@ -172,11 +179,15 @@ class RankBackendServer:
             case "metadata":
                 return backend.metadata(), {}
             case "connect":
-                backend.connect(fields["peer"], message.payload, PeerMemory(**fields["memory"]))
+                span = None if fields["span"] is None else BlockSpan(**fields["span"])
+                backend.connect(fields["peer"], message.payload, PeerMemory(**fields["memory"]), span)
             case "disconnect":
                 backend.disconnect(fields["peer"])
             case "transport":
                 return b"", asdict(backend.transport(fields["peer"], same_host=fields["same_host"]))
+            case "checksums":
+                blocks = np.frombuffer(message.payload, dtype=np.int32).tolist()
+                return part_checksums(self.memory(), blocks, fields["ranges"]).tobytes(), {}
             case "close":
                 backend.close()
                 self._backend = None
@@ -204,12 +215,15 @@ class RankBackendServer:
 def pack_group_metadata(agents: Sequence[tuple[str, bytes, int, int]]) -> bytes:
     """Packs (agent, metadata, pool base, device) of every rank into one metadata."""
     head = json.dumps([[name, len(metadata), base, device] for name, metadata, base, device in agents]).encode()
-    return b"".join([len(head).to_bytes(4, "little"), head, *(metadata for _, metadata, _, _ in agents)])
+    return b"".join([_MAGIC, len(head).to_bytes(4, "little"), head, *(metadata for _, metadata, _, _ in agents)])
 
 
 def unpack_group_metadata(packed: bytes) -> list[tuple[str, bytes, int, int]]:
-    """Unpacks the bytes of `pack_group_metadata`. Raises TransferFailed for other bytes."""
+    """Unpacks the bytes of `pack_group_metadata`; [] for the metadata of a pod with one rank. Raises TransferFailed."""
+    if not packed.startswith(_MAGIC):
+        return []
     try:
+        packed = packed[len(_MAGIC) :]
         start = 4 + int.from_bytes(packed[:4], "little")
         agents: list[tuple[str, bytes, int, int]] = []
         for name, size, base, device in json.loads(packed[4:start]):
@@ -220,79 +234,123 @@ def unpack_group_metadata(packed: bytes) -> list[tuple[str, bytes, int, int]]:
     return agents
 
 
+class _PeerSlice(NamedTuple):
+    """The slices that one rank of this pod writes to one rank of a peer."""
+
+    rank: RankBackendClient | None  #: None: rank 0.
+    agent: str
+
+
 @dataclass(slots=True)
 class _ShardedWrite:
     peer: str
-    handle: int  #: Handle of rank 0's backend.
     notification: bytes
+    own: list[int] = field(default_factory=list)  #: Handles of rank 0's backend.
+    others: list[tuple[RankBackendClient, int]] = field(default_factory=list)  #: Ranks and numbers of their writes.
     state: WriteState = WriteState.PENDING
     error: str = ""
 
 
 class ShardedBackend:
-    """One backend over the agents of all ranks of a pod: rank 0's `own`, and the other `ranks` in order."""
+    """One backend over the agents of all ranks of a pod: rank 0's `own`, and the other `ranks` in order.
 
-    def __init__(self, own: Backend, ranks: Sequence[RankBackendClient]) -> None:
-        self._own, self._ranks = own, ranks
+    A pod with one rank needs it too: its peer may have several.
+    """
+
+    def __init__(self, own: Backend, ranks: Sequence[RankBackendClient], layout: KVLayout) -> None:
+        assert layout.tensor_parallel == 1 + len(ranks)
+        self._own, self._ranks, self._layout = own, ranks, layout
         self._name = ""
+        self._memory: PoolMemory | None = None
         self._places: list[tuple[int, int]] = []  #: Base address and device of each rank's pool.
         self._writes: dict[int, _ShardedWrite] = {}
         self._numbers = itertools.count(1)
-        self._peers: dict[str, list[str]] = {}  #: Agent of the peer's rank 0 -> agents of its other ranks.
+        self._peers: dict[str, list[_PeerSlice]] = {}  #: By agent of the peer's rank 0; rank 0 is the last to post.
 
     def start(self, name: str, memory: PoolMemory) -> None:
         for rank in self._ranks:
             rank.send("start", name=_agent(name, rank))
-        started = self._on_all_ranks(lambda: self._own.start(name, memory))
-        self._name = name
+        started = self._with_rank_0(self._ranks, lambda: self._own.start(name, memory))
+        self._name, self._memory = name, memory
         self._places = [(memory.base, memory.device), *((s.fields["base"], s.fields["device"]) for s in started)]
 
     def metadata(self) -> bytes:
         for rank in self._ranks:
             rank.send("metadata")
         own: list[bytes] = []
-        others = self._on_all_ranks(lambda: own.append(self._own.metadata()))
+        others = self._with_rank_0(self._ranks, lambda: own.append(self._own.metadata()))
+        if not self._ranks:
+            return own[0]
         names = [self._name, *(_agent(self._name, rank) for rank in self._ranks)]
         each = [*own, *(response.payload for response in others)]
         return pack_group_metadata([(n, m, *place) for n, m, place in zip(names, each, self._places, strict=True)])
 
-    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
-        agents = unpack_group_metadata(metadata)
-        if len(agents) != 1 + len(self._ranks):
-            raise TransferFailed(f"{peer} has {len(agents)} tensor-parallel ranks, this pod {1 + len(self._ranks)}")
-        for rank, (name, rank_metadata, base, device) in zip(self._ranks, agents[1:], strict=True):
-            rank.send("connect", rank_metadata, peer=name, memory=asdict(replace(memory, base=base, device=device)))
-        self._peers[peer] = [name for name, *_ in agents[1:]]
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory, span: BlockSpan | None = None) -> None:
+        assert span is None, "the ranks decide the spans"
+        agents = unpack_group_metadata(metadata) or [(peer, metadata, memory.base, memory.device)]
+        size, theirs = len(agents), replace(self._layout, tensor_parallel=len(agents))
         try:
-            self._on_all_ranks(lambda: self._own.connect(peer, agents[0][1], memory))
+            self._layout.require_equal(theirs)
+        except LayoutMismatch as error:
+            raise TransferFailed(error.message) from error
+        slices, asked, own = [], [], []
+        for part in rank_slices(self._layout, size):
+            agent, agent_metadata, base, device = agents[part.target_rank]
+            nbytes = memory.block_bytes if part.target_rank == 0 else theirs.of_rank(part.target_rank).block_bytes
+            of_rank = replace(memory, base=base, device=device, block_bytes=nbytes)
+            range_ = None if size == self._layout.tensor_parallel else part.span
+            if part.source_rank == 0:
+                slices.append(_PeerSlice(None, agent))
+                own.append(partial(self._own.connect, agent, agent_metadata, of_rank, range_))
+                continue
+            rank = self._ranks[part.source_rank - 1]
+            slices.append(_PeerSlice(rank, agent))
+            asked.append(rank)
+            fields = {"memory": asdict(of_rank), "span": None if range_ is None else asdict(range_)}
+            rank.send("connect", agent_metadata, peer=agent, **fields)
+        self._peers[peer] = sorted(slices, key=lambda part: part.rank is None)  # all ranks post before rank 0 copies
+        try:
+            self._with_rank_0(asked, lambda: [connect() for connect in own])
         except TransferFailed:
             self.disconnect(peer)
             raise
 
     def disconnect(self, peer: str) -> None:
-        names = self._peers.pop(peer, None)
-        if names is not None:
-            for rank, name in zip(self._ranks, names, strict=True):
-                rank.send("disconnect", peer=name)
-            self._on_all_ranks(lambda: self._own.disconnect(peer))
+        slices = self._peers.pop(peer, ())
+        asked = [part.rank for part in slices if part.rank is not None]
+        for rank, agent in slices:
+            if rank is not None:
+                rank.send("disconnect", peer=agent)
+
+        def disconnect_own() -> None:
+            for rank, agent in slices:
+                if rank is None:
+                    self._own.disconnect(agent)
+
+        self._with_rank_0(asked, disconnect_own)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        self._own.add_peer(peer, unpack_group_metadata(metadata)[0][1])
+        agents = unpack_group_metadata(metadata)
+        self._own.add_peer(peer, agents[0][1] if agents else metadata)
 
     def remove_peer(self, peer: str) -> None:
         self._own.remove_peer(peer)
 
     def staging_metadata(self) -> bytes:
-        return b""
+        return b"" if self._ranks else self._own.staging_metadata()
 
     def connect_staged(self, peer: str, metadata: bytes) -> None:
-        raise TransferFailed("this pod does not stage KV in host memory")
+        if self._ranks or len(self._peers.get(peer, ())) > 1:
+            raise TransferFailed(_NOT_STAGED)
+        self._own.connect_staged(peer, metadata)
 
     def accept_staged(self, peer: str, metadata: bytes) -> None:
-        raise TransferFailed("this pod does not stage KV in host memory")
+        if self._ranks:
+            raise TransferFailed(_NOT_STAGED)
+        self._own.accept_staged(peer, metadata)
 
-    def _on_all_ranks(self, act: Callable[[], None]) -> list[RankMessage]:
-        """Runs `act` for rank 0 and returns the responses of the other ranks to the request sent before.
+    def _with_rank_0(self, asked: Sequence[RankBackendClient], act: Callable[[], object]) -> list[RankMessage]:
+        """Runs `act` for rank 0 and returns the responses to the requests sent before, one for each entry of `asked`.
 
         Raises the first TransferFailed after every rank has answered.
         """
@@ -302,7 +360,7 @@ class ShardedBackend:
             act()
         except TransferFailed as error:
             failed.append(error)
-        for rank in self._ranks:
+        for rank in asked:
             try:
                 responses.append(rank.wait_response())
             except TransferFailed as error:
@@ -312,11 +370,14 @@ class ShardedBackend:
         return responses
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
-        number = next(self._numbers)
-        names = self._peers.get(peer, [f"{peer} (not connected)"] * len(self._ranks))
-        for rank, name in zip(self._ranks, names, strict=True):  # before rank 0, so that all ranks post at once
-            rank.post(number, name, local, remote)
-        self._writes[number] = _ShardedWrite(peer, self._own.write(peer, local, remote, b""), notification)
+        number, write = next(self._numbers), _ShardedWrite(peer, notification)
+        for rank, agent in self._peers.get(peer, [_PeerSlice(None, peer)]):
+            if rank is None:
+                write.own.append(self._own.write(agent, local, remote, b""))
+            else:
+                write.others.append((rank, next(self._numbers)))
+                rank.post(write.others[-1][1], agent, local, remote)
+        self._writes[number] = write
         return number
 
     def notify(self, peer: str, payload: bytes) -> None:
@@ -328,12 +389,13 @@ class ShardedBackend:
             return write.state
         for rank in self._ranks:
             rank.receive_results()
-        own_state, rank_results = self._own.poll(write.handle), [rank.result(handle) for rank in self._ranks]
-        if own_state is WriteState.PENDING or None in rank_results:
+        own_states = [self._own.poll(own) for own in write.own]
+        results = [rank.result(number) for rank, number in write.others]
+        if WriteState.PENDING in own_states or None in results:
             return WriteState.PENDING
-        errors = [f"rank {rank.rank}: {why}" for rank, why in zip(self._ranks, rank_results, strict=True) if why]
-        if own_state is WriteState.FAILED:
-            errors.insert(0, self._own.error(write.handle))
+        failed = [own for own, state in zip(write.own, own_states, strict=True) if state is WriteState.FAILED]
+        errors = [self._own.error(own) for own in failed]
+        errors += [f"rank {rank.rank}: {why}" for (rank, _), why in zip(write.others, results, strict=True) if why]
         if not errors and write.notification:
             try:
                 self._own.notify(write.peer, write.notification)
@@ -348,9 +410,10 @@ class ShardedBackend:
     def release(self, handle: int) -> None:
         write = self._writes.pop(handle)
         assert write.state is not WriteState.PENDING, "a pending write was released"
-        self._own.release(write.handle)
-        for rank in self._ranks:
-            rank.forget(handle)
+        for own in write.own:
+            self._own.release(own)
+        for rank, number in write.others:
+            rank.forget(number)
 
     def notifications(self) -> list[Notification]:
         for rank in self._ranks:
@@ -360,14 +423,31 @@ class ShardedBackend:
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
         """Returns rank 0's transport, unless another rank has one of TCP_OR_UNKNOWN."""
-        if peer not in self._peers:
-            return self._own.transport(peer, same_host=same_host)
-        for rank, name in zip(self._ranks, self._peers[peer], strict=True):
-            rank.send("transport", peer=name, same_host=same_host)
-        found: list[Transport] = []
-        others = self._on_all_ranks(lambda: found.append(self._own.transport(peer, same_host=same_host)))
+        slices = self._peers.get(peer, [_PeerSlice(None, peer)])
+        asked = [part.rank for part in slices if part.rank is not None]
+        for rank, agent in slices:
+            if rank is not None:
+                rank.send("transport", peer=agent, same_host=same_host)
+        own, found = [agent for rank, agent in slices if rank is None], list[Transport]()
+        others = self._with_rank_0(
+            asked, lambda: found.extend(self._own.transport(agent, same_host=same_host) for agent in own)
+        )
         found += [Transport(**response.fields) for response in others]
         return next((transport for transport in found if transport.name in TCP_OR_UNKNOWN), found[0])
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        memory, layout = self._memory, self._layout
+        assert memory is not None, "the backend is not started"
+        parts = [checked_parts(layout, rank) for rank in range(layout.tensor_parallel)]
+        if len(parts) == 1 and len(parts[0]) == 1:
+            return whole_checksums(memory, blocks)
+        ranges = [list(of_rank.values()) for of_rank in parts]
+        for rank, of_rank in zip(self._ranks, ranges[1:], strict=True):
+            rank.send("checksums", np.array(blocks, dtype=np.int32).tobytes(), ranges=of_rank)
+        own: list[np.ndarray] = []
+        others = self._with_rank_0(self._ranks, lambda: own.append(part_checksums(memory, blocks, ranges[0])))
+        found = [*own, *(np.frombuffer(response.payload, dtype=np.uint32) for response in others)]
+        return join_checksums(parts, [sums.reshape(len(blocks), -1) for sums in found])
 
     def close(self) -> None:
         for rank in self._ranks:

@@ -20,6 +20,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
+from common.kv_slices import BlockSpan
 from kv_transfer.backend.interface import Backend, Notification, Transport, WriteState
 from kv_transfer.backend.staging.agent import StagingAgent, StagingOptions
 from kv_transfer.backend.staging.copiers import BlockCopier
@@ -61,8 +62,8 @@ class StagedBackend:
     def metadata(self) -> bytes:
         return self._direct.metadata()
 
-    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
-        self._direct.connect(peer, metadata, memory)
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory, span: BlockSpan | None = None) -> None:
+        self._direct.connect(peer, metadata, memory, span)
 
     def disconnect(self, peer: str) -> None:
         if self._staging is not None:
@@ -138,6 +139,9 @@ class StagedBackend:
     def notifications(self) -> list[Notification]:
         arrived = self._direct.notifications()
         return arrived if self._staging is None else [*arrived, *self._staging.notifications()]
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return self._direct.checksums(blocks)
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
         if self._staging is not None and peer in self._staging.writer_end.receivers:

@@ -102,6 +102,11 @@ def agent_name(info: transfer_pb2.InfoResponse) -> str:
     return f"{role_from_pb(info.first_role or info.role).value}-{info.pod}-{info.generation}"
 
 
+def probed_bytes(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.InfoResponse) -> int:
+    """Returns how many bytes of a block go from rank 0 of one pod to rank 0 of the other."""
+    return min(mine.layout.block_bytes, theirs.layout.block_bytes)
+
+
 def require_compatible(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.InfoResponse) -> None:
     """Raises LayoutMismatch with the first field that differs, or InvalidRequest if the peer has no identity."""
     if not theirs.pod or not theirs.generation:
@@ -109,8 +114,10 @@ def require_compatible(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.Inf
     if (own := mine.protocol_version) != (other := theirs.protocol_version):
         differ = f"protocol versions differ: {own} on this pod, {other} on {theirs.pod}"
         raise LayoutMismatch(differ, field="protocol_version")
-    layout_from_pb(mine.layout).require_equal(layout_from_pb(theirs.layout))
-    if (own := mine.layout.block_bytes) != (other := theirs.layout.block_bytes):
+    own_layout, other_layout = layout_from_pb(mine.layout), layout_from_pb(theirs.layout)
+    own_layout.require_equal(other_layout)
+    same_size = own_layout.tensor_parallel == other_layout.tensor_parallel
+    if same_size and (own := mine.layout.block_bytes) != (other := theirs.layout.block_bytes):
         differ = f"KV layouts differ in block_bytes: {own} on this pod, {other} on {theirs.pod}"
         raise LayoutMismatch(differ, field="block_bytes")
     if mine.fingerprint != theirs.fingerprint:

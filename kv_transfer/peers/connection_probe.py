@@ -73,7 +73,7 @@ class ConnectionProbe:
                 pod=info.pod,
                 generation=info.generation,
                 nonce=nonce,
-                digest=probe_digest(nonce, data),
+                digest=probe_digest(nonce, data[: connection.memory.block_bytes]),
                 keep_alive=keep_alive,
             )
             to, response = (connection.address, connection.pod), transfer_pb2.ProbeResponse

@@ -13,7 +13,6 @@ import contextlib
 import hmac
 import itertools
 import logging
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,7 +22,7 @@ from typing import TypeVar
 
 from common.errors import BatonError, BlockDamaged, TransferFailed, Unavailable, UnknownTransfer
 from common.types import KvTarget, TransferId
-from kv_transfer.memory import PinnedBlocks, PoolMemory, release_and_log_errors
+from kv_transfer.memory import PinnedBlocks, release_and_log_errors
 from kv_transfer.messages import (
     Commit,
     CommitNotification,
@@ -80,7 +79,6 @@ class TransferReceiver:
 
     thread: TransferThread
     rpc: PeerRpcClient
-    memory: PoolMemory
     clock: Callable[[], float]
     dropped: DroppedMessages
 
@@ -392,8 +390,9 @@ class TransferReceiver:
         blocks = entry.target.blocks[: entry.machine.num_blocks]
         if len(commit.checksums) != len(blocks):
             return f"{len(commit.checksums)} checksums for {len(blocks)} blocks"
-        for index, (block, expected) in enumerate(zip(blocks, commit.checksums, strict=True)):
-            if zlib.crc32(self.memory.read_block(block)) != expected:
+        arrived = self.thread.backend.checksums(blocks)
+        for index, (found, expected) in enumerate(zip(arrived, commit.checksums, strict=True)):
+            if found != expected:
                 return f"block {entry.machine.first_block + index} arrived damaged"
         return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -277,9 +276,8 @@ class TransferSender:
         transfer.pins[self._pushes] = pin
         if self.with_checksums and not transfer.machine.ended:  # taken now: a change before the write is damage too
             wanted = range(len(transfer.target.blocks))
-            for index, block in enumerate(blocks, first):
-                if index - transfer.target.first_block in wanted:
-                    transfer.checksums[index] = zlib.crc32(self.memory.read_block(block))
+            pushed = {i: b for i, b in enumerate(blocks, first) if i - transfer.target.first_block in wanted}
+            transfer.checksums |= zip(pushed, self.thread.backend.checksums(list(pushed.values())), strict=True)
         self._apply(transfer, transfer.machine.push(self._pushes, first, blocks, self.clock()))
 
     def on_finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int, now: float) -> None:

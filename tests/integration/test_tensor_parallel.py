@@ -122,9 +122,6 @@ def test_a_rank_with_another_model_is_reported(model_dir: Path, monkeypatch: pyt
         ({"tensor_parallel_nodes": 3}, "tensor_parallel_nodes", "does not divide"),
         ({"tensor_parallel_nodes": 2}, "tensor_parallel_master", "address of rank 0"),
         ({"tensor_parallel_nodes": 2, "tensor_parallel_master": "x:1"}, "tensor_parallel_nodes", "only pods"),
-        ({"host_cache": 1 << 20}, "host_cache", "cannot be combined with"),
-        ({"checksums": True}, "checksums", "cannot be combined with"),
-        ({"speculation": "draft_model", "speculation_model": Path("x")}, "speculation", "draft model"),
         ({"tensor_parallel_master": "192.0.2.1:7"}, "tensor_parallel_master", "cannot listen"),
     ],
 )

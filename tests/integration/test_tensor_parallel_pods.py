@@ -23,7 +23,7 @@ from engine.llm import LLM
 from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, prompt_of, request
 from tests.rigs.waiting import until
 
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "checksums": False}
+TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 
 
 async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path, llm: LLM) -> None:
@@ -48,11 +48,24 @@ async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path
         assert again.target is not None
         assert again.target.first_block > 0
 
-        # A pod with one device is refused at the handshake.
-        alone = await cluster.add(Role.PREFILL, checksums=False)
-        with pytest.raises(LayoutMismatch, match="differ in tensor_parallel") as refused:
+        # Over NIXL the one rank of another prefill pod writes each block's slices to both ranks.
+        single = await cluster.add(Role.PREFILL, kv_order="heads")
+        r = request(prompt_of(2 * CHUNK + 3, seed=77), 6)
+        other = await cluster.generate(r, prefill=single, remote_only=True)
+        assert other.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+        assert single.runtime.transfer_node.stats().sent_transfers == 1
+        cluster.prefills.remove(single)
+        await single.close()
+
+        # A pod with one rank whose heads are not slices of a block is refused at the handshake.
+        alone = await cluster.add(Role.PREFILL)
+        with pytest.raises(
+            LayoutMismatch, match=r"size 2 with kv_order heads .*size 1 with kv_order layers"
+        ) as refused:
             await alone.runtime.transfer_node.connect(decode.runtime.address, decode.runtime.name)
-        assert refused.value.field == "tensor_parallel"
+        assert refused.value.field == "kv_order"
+        cluster.prefills.remove(alone)
+        await alone.close()
 
         # A frozen rank stops its pod's engine, which the watchdog sees.
         # A lost rank ends its pod soon and with a reason.

@@ -61,7 +61,7 @@ class ReceiverPod(Pod):
 
     def __init__(self, product: Product, bounds: Bounds, generation: int) -> None:
         super().__init__(product, bounds, generation)
-        self.table = product.TransferReceiver(self.thread, self.calls, MEMORY, stopped_clock, IGNORED)
+        self.table = product.TransferReceiver(self.thread, self.calls, stopped_clock, IGNORED)
         self.servicer = product.TransferServicer(
             thread=self.thread,
             incoming=self.table,

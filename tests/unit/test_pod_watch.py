@@ -122,7 +122,7 @@ def test_a_rank_that_waits_longer_than_the_bound_ends_itself(
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.02)
     monkeypatch.setattr(rank_module, "Watchdog", made)
     channel: Any = Channel(RankMessage("step", {"bound_s": bound_s}, b""))
-    rank = Rank(1, channel)
+    rank = Rank(1, channel, channel)
 
     monkeypatch.setattr(rank, "_step", lambda _: waits.wait(60))
     thread = threading.Thread(target=serve, args=(rank,))
@@ -139,7 +139,7 @@ def test_a_rank_waits_for_messages_without_a_bound(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.02)
     monkeypatch.setattr(rank_module, "Watchdog", lambda stuck_s: Watchdog(stuck_s, end=exits.append))
     channel: Any = Channel(RankMessage("step", {"bound_s": 0.5}, b""))
-    rank = Rank(1, channel)
+    rank = Rank(1, channel, channel)
     monkeypatch.setattr(rank, "_step", lambda _: None)
     thread = threading.Thread(target=serve, args=(rank,))
     thread.start()

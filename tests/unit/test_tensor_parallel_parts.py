@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cli.stack.certificates import Authority
 from common.errors import TransferFailed, Unauthenticated, Unavailable
+from common.kv_layout import KVLayout
 from common.process import rank_channel
 from common.process.rank_channel import RankChannel, RankMessage
 from common.tls import TlsFiles
@@ -34,10 +35,12 @@ from tests.rigs.waiting import Clock
 
 CPU = torch.device("cpu")
 SECRET = b"secret of a group"
-BLOCKS, BLOCK_BYTES = 6, 64
+SHAPE = {"num_layers": 1, "num_kv_heads": 4, "head_dim": 8, "block_size": 2}
+LAYOUT = KVLayout(model="m", revision="r", dtype="float32", tensor_parallel=2, **SHAPE)
+BLOCKS, BLOCK_BYTES = 6, LAYOUT.block_bytes
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @torch.inference_mode()
 def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -83,9 +86,12 @@ def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None
         qkv, own_qkv = whole.layer_list[0].attention.qkv, part.layer_list[0].attention.qkv
         rows = qkv.weight.split([32, 16, 16])
         parts = [weights.rank_part(own_qkv, "weight", qkv.weight, Shard(r, size)) for r in range(size)]
+        own, copies = [32 // size, max(4, 16 // size), max(4, 16 // size)], [1, *[max(1, size // 4)] * 2]
         for at, kind in enumerate(rows):  # query, key and value heads are in the order of the ranks
-            own = [32 // size, 16 // size, 16 // size]
-            assert torch.equal(torch.cat([part.split(own)[at] for part in parts]), kind)
+            assert torch.equal(torch.cat([part.split(own)[at] for part in parts[:: copies[at]]]), kind)
+            assert all(
+                torch.equal(parts[r].split(own)[at], parts[r - r % copies[at]].split(own)[at]) for r in range(size)
+            )
 
 
 @settings(max_examples=50)
@@ -200,7 +206,7 @@ class Group:
         self._ends = mine, theirs
         self._thread = threading.Thread(target=self._serve, args=(theirs,))
         self._thread.start()
-        self.backend = ShardedBackend(LoopbackBackend(self.fabric), [RankBackendClient(1, mine)])
+        self.backend = ShardedBackend(LoopbackBackend(self.fabric), [RankBackendClient(1, mine)], LAYOUT)
         self.backend.start(self.name, self.memories[0])
 
     def _serve(self, channel: RankChannel) -> None:
@@ -280,7 +286,7 @@ def test_a_write_is_done_and_notified_when_all_ranks_have_written(
     sender.backend.disconnect("receiver")
     handle = sender.backend.write("receiver", [1], [1], b"")
     assert settle(sender.backend, handle) is WriteState.FAILED
-    assert "rank 1" in sender.backend.error(handle)
+    assert "not connected" in sender.backend.error(handle)
     sender.backend.release(handle)
     sender.backend.close()
 
@@ -308,11 +314,9 @@ def test_a_lost_rank_fails_pending_and_later_writes(fabric: LoopbackFabric, grou
     assert receiver.backend.notifications() == []
 
 
-def test_groups_of_different_sizes_refuse_each_other(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
+def test_a_group_whose_heads_are_not_slices_is_refused(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
     sender, receiver = groups
-    alone = ShardedBackend(LoopbackBackend(fabric), [])
-    alone.start("alone", host_pool(BLOCKS, BLOCK_BYTES))
-    with pytest.raises(TransferFailed, match="has 1 tensor-parallel ranks, this pod 2"):
-        sender.backend.connect("alone", alone.metadata(), receiver.memory)
+    with pytest.raises(TransferFailed, match=r"size 2 with kv_order layers .*size 1 with kv_order layers"):
+        sender.backend.connect("alone", b"alone", receiver.memory)
     with pytest.raises(TransferFailed, match="not that of a tensor-parallel group"):
-        sender.backend.connect("other", b"\x05\x00\x00\x00other", receiver.memory)
+        sender.backend.connect("other", b"baton-ranks\0\x05\x00\x00\x00other", receiver.memory)

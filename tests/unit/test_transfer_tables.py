@@ -84,7 +84,7 @@ class Calls:
 
 def receiving(now: Now, agents: Agents) -> TransferReceiver:
     unused: Any = (Thread(agents), Calls())
-    return TransferReceiver(*unused, host_pool(4, 64), now, DroppedMessages())
+    return TransferReceiver(*unused, now, DroppedMessages())
 
 
 def entry(

@@ -61,6 +61,8 @@ class ModelSpec(ModelShape):
     residual_multiplier: float = 1.0  # Factor on what attention and MLP add to the residual stream.
     logits_divisor: float = 1.0
     extra_layers: int = 0  # Layers after the decoder's in the checkpoint, for multi-token prediction. Not used.
+    #: Ranks that hold the same KV head, see `Shard`. Not in the repr, which is part of a model's revision.
+    kv_copies: int = field(default=1, repr=False)
 
     @property
     def rope_dim(self) -> int:

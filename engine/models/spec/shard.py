@@ -17,7 +17,10 @@ def shard_error(text: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank `rank` in a group of `size`; 1: the whole model. `layers.Linear` says how weights are split."""
+    """The part of rank `rank` in a group of `size`; 1: the whole model. `layers.Linear` says how weights are split.
+
+    With more ranks than KV heads, neighbouring ranks have the same KV head and different query heads of it.
+    """
 
     rank: int = 0
     size: int = 1
@@ -31,9 +34,10 @@ class Shard:
             return spec
         if not isinstance(spec, ModelSpec):
             raise shard_error(f"{spec.architecture} is computed by transformers, on one device only")
-        names = {"num_kv_heads": "num_key_value_heads", "num_heads": "num_attention_heads"}
         # A latent belongs to all heads, so every rank has all latents.
-        fields = ["num_heads"] if spec.latent_dim else ["num_kv_heads", "num_heads"]
+        kv_heads, kv_copies = (spec.num_kv_heads, 1) if spec.latent_dim else self._kv_part(spec.num_kv_heads)
+        names = {"num_heads": "num_attention_heads"}
+        fields = ["num_heads"]
         if spec.moe is None or not all(spec.moe.layers):
             fields.append("intermediate_size")
         parts: dict[str, Any] = {
@@ -41,7 +45,12 @@ class Shard:
         }
         moe = None if spec.moe is None else self._shard_experts(spec.moe)
         # Only rank 0 computes logits. With a tied embedding the other ranks allocate no LM head.
-        return replace(spec, **parts, moe=moe, tie_word_embeddings=spec.tie_word_embeddings or self.rank > 0)
+        tied = spec.tie_word_embeddings or self.rank > 0
+        return replace(spec, **parts, num_kv_heads=kv_heads, kv_copies=kv_copies, moe=moe, tie_word_embeddings=tied)
+
+    def among(self, copies: int) -> Shard:
+        """Returns the part of this rank in a tensor that `copies` neighbouring ranks have alike."""
+        return self if copies == 1 else replace(self, rank=self.rank // copies, size=self.size // copies)
 
     def splits_experts(self, moe: MoeSpec) -> bool:
         """Returns whether each rank holds a part of every expert, otherwise it holds whole experts."""
@@ -58,6 +67,13 @@ class Shard:
             raise shard_error(f"{problem}, nor the number of experts, {moe.num_experts}")
         experts = moe.num_experts // self.size
         return replace(moe, first_local=self.rank * experts, num_local=experts, shared_size=shared)
+
+    def _kv_part(self, heads: int) -> tuple[int, int]:
+        """Returns the KV heads of a rank, and the number of ranks that have the same ones."""
+        if heads % self.size and self.size % heads:
+            problem = f"{self.size} ranks cannot share the model's num_key_value_heads, {heads}"
+            raise shard_error(f"{problem}: expected a divisor or a multiple of it")
+        return max(1, heads // self.size), max(1, self.size // heads)
 
     def _part(self, whole: int, name: str) -> int:
         part, rest = divmod(whole, self.size)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import TransferFailed
+from common.kv_slices import BlockSpan
 from kv_transfer.backend.interface import Backend, Notification, Transport, WriteState
 from kv_transfer.memory import PeerMemory, PoolMemory
 
@@ -62,14 +63,17 @@ class FaultyBackend:
     def metadata(self) -> bytes:
         return self._inner.metadata()
 
-    def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
-        self._inner.connect(peer, metadata, memory)
+    def connect(self, peer: str, metadata: bytes, memory: PeerMemory, span: BlockSpan | None = None) -> None:
+        self._inner.connect(peer, metadata, memory, span)
 
     def disconnect(self, peer: str) -> None:
         self._inner.disconnect(peer)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         self._inner.add_peer(peer, metadata)
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return self._inner.checksums(blocks)
 
     def remove_peer(self, peer: str) -> None:
         self._inner.remove_peer(peer)
