@@ -10,12 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.errors import ConfigError
 from common.types import SamplingParams
+from engine.kv.blocks import BlockPool
 from engine.kv.grouped_blocks import GroupedBlockPool
 from engine.llm import LLM, Completion
 from engine.schedule.sequence import Sequence as EngineSequence
 from tests.rigs.engine.foreign_models import FOREIGN_CASES, VOCAB, save_foreign
 from tests.rigs.engine.tiny_models import MOE_CASES, TINY
+from tests.rigs.pods.harness import tiny_llama
 
 torch.set_num_threads(1)
 BLOCK, CHUNK = 4, 16
@@ -157,17 +160,29 @@ def test_pages_that_left_the_window_are_free_or_evictable(tmp_path: Path) -> Non
     assert used[-1] <= 60 + 4
 
 
-def test_parts_without_groups_switch_them_off(tmp_path: Path) -> None:
-    save(tmp_path, "qwen2-window")
-    others: tuple[dict[str, Any], ...] = (
-        {"kv_groups": False},
+@pytest.mark.parametrize(
+    "options",
+    [
         {"host_cache": 1 << 20},
         {"max_adapters": 1},
         {"cache_policy": "gdsf"},
         {"cache_pin": 1 << 20},
         {"prefix_cache": False},
-    )
-    for options in others:
-        llm = LLM(tmp_path, device="cpu", threads=1, num_blocks=20, **({"kv_groups": True} | options))
-        assert not llm.engine.layout.groups
-        assert not isinstance(llm.engine.pool, GroupedBlockPool)
+        {"tensor_parallel_size": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_settings_without_groups_are_refused_for_models_with_groups(options: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, "qwen2-window")
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"{name} .* cannot be combined with kv_groups") as caught:
+        LLM(tmp_path, device="cpu", threads=1, num_blocks=20, kv_groups=True, **options)
+    assert caught.value.field == name
+
+
+def test_models_without_groups_ignore_the_setting(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    llm = LLM(tmp_path, device="cpu", threads=1, num_blocks=20, kv_groups=True, cache_policy="gdsf")
+    plain = LLM(tmp_path, device="cpu", threads=1, num_blocks=20)
+    assert llm.engine.layout == plain.engine.layout
+    assert type(llm.engine.pool) is BlockPool
