@@ -193,9 +193,7 @@ def error_from_pb(pb: types_pb2.Error) -> BatonError:
 
 def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
     groups = [transfer_pb2.LayerGroup(window=group.window, layers=group.layers) for group in layout.groups]
-    return _LAYOUT.to_pb(
-        layout, block_bytes=layout.block_bytes, tensor_parallel=layout.tensor_parallel, groups=groups
-    )
+    return _LAYOUT.to_pb(layout, block_bytes=layout.block_bytes, tensor_parallel=layout.tensor_parallel, groups=groups)
 
 
 def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:

@@ -205,7 +205,9 @@ class GroupedBlockPool(BlockPool):
         """Returns the hashes that the prefix index has to know, parents before children."""
         announced = self._cache.announced.is_announced
         with self.lock:
-            return [key for key, page in self._cache.block_by_hash.items() if len(key) == HASH_BYTES and announced(page)]
+            return [
+                key for key, page in self._cache.block_by_hash.items() if len(key) == HASH_BYTES and announced(page)
+            ]
 
     def announce(self) -> None:
         """Reports what the prefix index has to know since the last call; the lock is held."""
@@ -301,9 +303,9 @@ class GroupedLease(Lease):
             return True
 
     def cover_transfer(self, order: PageOrder) -> bool:
-        """Gives the window groups the pages that another pod writes, and releases older ones; False if too few are left.
+        """Gives the window groups the pages that another pod writes, and releases older ones.
 
-        Nothing may have been computed in the lease yet.
+        Returns False, and changes nothing, if too few are available. Nothing may have been computed in the lease yet.
         """
         pool = self._pool
         with pool.lock:
@@ -317,8 +319,8 @@ class GroupedLease(Lease):
                 dead = range(self.first_live[group], min(start, len(table)))
                 pool._release_after_steps([table[i] for i in dead])
                 table[dead.start : dead.stop] = [NO_PAGE] * len(dead)
-                table += [NO_PAGE] * (start - len(table))
-                table += pages[: missing[group]]
+                table.extend([NO_PAGE] * (start - len(table)))
+                table.extend(pages[: missing[group]])
                 del pages[: missing[group]]
                 self.first_live[group] = max(start, self.first_live[group])
             return True

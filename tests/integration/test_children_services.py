@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from common.errors import InvalidRequest
-from common.pb import decode_pb2, prefill_pb2
-from common.rpc import translate_rpc_errors
+from common.pb import decode_pb2
 from common.types import FinishReason, Role, ValidRequest
-from common.wire import finish_reason_from_pb, request_to_pb
 from engine.llm import LLM
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, TIMEOUT_S, Cluster, oracle, prompt_of, request
 from tests.rigs.pods.samples import Samples
