@@ -53,8 +53,8 @@ T = TypeVar("T")
 
 
 #: Called with the block hashes from the start of a prompt and the first wanted logical block. Pins, for reading, the
-#: leading ones of these blocks that this pod holds; None for none. With KV groups it gets the first wanted page, and pins
-#: all pages or none.
+#: leading ones of these blocks that this pod holds; None for none. With KV groups it gets the first wanted page, and
+#: pins all pages or none.
 LendCallback = Callable[[Sequence[bytes], int], PinnedBlocks | None]
 
 
