@@ -118,7 +118,8 @@ async def test_late_targets_samples_and_local_prefill(windowed: tuple[Path, Any]
             got = await Samples().run(cluster, sampled)
             alone = llm.generate([sampled.prompt_ids], sampled.sampling, ignore_eos=True)
             assert [got.ids(child) for child in range(3)] == [c.ids for c in alone]
-    local = {"decode_config": {**GROUPS, "local_prefill": "12"}, "prefill_config": GROUPS}
+    drafting = {"local_prefill": "12", "speculation": "ngram", "speculation_tokens": 3}
+    local = {"decode_config": {**GROUPS, **drafting}, "prefill_config": GROUPS}
     async with Cluster.start(path, **local) as cluster:
         r = asked(prompt(40, seed=5))
         first = await cluster.generate(r)
