@@ -91,6 +91,7 @@ class Engine:
         form = config.load_format, config.weights_seed, config.weights
         source = open_model(config.model_dir, *form, deterministic=config.deterministic)
         self.spec = spec = source.spec
+        groups = _kv_groups(config, spec)
         self.device = device = config.resolve_device()
         if config.deterministic:
             dtype = config.resolve_dtype(device)
@@ -140,7 +141,7 @@ class Engine:
             latent_dim=spec.latent_dim,
             block_size=config.block_size,
             dtype=config.resolve_kv_dtype(device, latent=spec.latent_dim > 0),
-            groups=_kv_groups(config, spec),
+            groups=groups,
             **({} if draft is None else draft.layout_fields(device)),
         )
         self._fingerprint = self.layout.fingerprint
