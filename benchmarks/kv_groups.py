@@ -2,21 +2,29 @@
 
     python benchmarks/kv_groups.py --out benchmarks/results/kv_groups.json
     python benchmarks/kv_groups.py --engine --out benchmarks/results/kv_groups-engine-h200.json    # on a GPU
+    python benchmarks/kv_groups.py --pods --out benchmarks/results/kv_groups-pods-h200.json        # on a GPU
 
 For each model a sequence runs through the block pool as the scheduler does it: chunks of 2,048 tokens, then 64 decodes.
 The bytes of its leased pages are compared with those of a layout without groups. Metrics:
 
 - MODEL_LENGTH_bytes_ratio: bytes after a prompt of LENGTH tokens and the decodes, relative to a layout without groups.
 - MODEL_LENGTH_gib: these bytes.
+- MODEL_LENGTH_hand_off_ratio: bytes of the hand-off of a prompt of LENGTH tokens, relative to one without groups.
 - MODEL_LENGTH_seqs: sequences of that length that run at once in 40 GiB of KV, and _seqs_before without groups.
 
 With --engine, a model of 24 layers (12 with a window of 1,024) with random weights decodes in the engine:
 
 - decode_ROWSxCONTEXT_ms: time of a decode step with groups; _before: without groups. The tokens must be equal.
+
+With --pods, the same model answers in a prefill and a decode pod, behind a gateway; on a CPU a tiny one:
+
+- pods_LENGTH_hand_off_ratio: bytes of the hand-off of a prompt, relative to those without groups.
+- pods_LENGTH_handover_ms: time from the first to the second token; _before: without groups. The tokens must be equal.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import statistics
@@ -27,10 +35,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support import report
+from benchmarks.support import pd_stack, report
 from benchmarks.support.engine_driver import Prompts, running
-from benchmarks.support.shapes import config_directory
-from common.kv_groups import split_layers
+from benchmarks.support.pd_stack import FLAGS, prompts
+from benchmarks.support.report import ms
+from benchmarks.support.shapes import WINDOWED, config_directory
+from common.kv_groups import PageOrder, split_layers
 from common.kv_layout import KVLayout
 from common.types import SamplingParams
 from engine.config import EngineConfig
@@ -40,20 +50,7 @@ from engine.kv.grouped_blocks import make_block_pool
 BLOCK, CHUNK, DECODES, KV_BYTES = 16, 2048, 64, 40 << 30
 #: Rows and context of the decode steps that --engine measures, each for STEPS steps.
 POINTS, STEPS = ((1, 8192), (64, 4096)), 72
-WINDOWED: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": True,
-    "sliding_window": 1024,
-    "max_window_layers": 12,
-}
+PROMPTS = 8  # Prompts of each length that --pods hands over; the first two warm up
 LENGTHS = {"1k": 1 << 10, "8k": 8 << 10, "32k": 32 << 10, "128k": 128 << 10}
 
 
@@ -132,11 +129,44 @@ def measure_engine() -> dict[str, float]:
     return metrics
 
 
+async def measure_pods(device: str) -> dict[str, float]:
+    """Hands prompts over with and without groups. SystemExit if a token differs."""
+    shape, lengths = ("windowed-tiny", (40, 250)) if device == "cpu" else ("windowed", (2000, 12000))
+    metrics: dict[str, float] = {}
+    answers: dict[int, list[list[int]]] = {}
+    moved: dict[int, int] = {}
+    for groups in (True, False):
+        flags = FLAGS | {"kv-groups": str(groups).lower(), "kv-memory": "64MiB" if device == "cpu" else "8GiB"}
+        async with pd_stack.running(shape, device, flags=flags) as (_, client):
+            for length in lengths:
+                done = [await client.ask(prompt, 24) for prompt in prompts(shape, PROMPTS, length, seed=1)]
+                await asyncio.sleep(0.1)  # the report of the hand-off may arrive after the last token
+                handed = (await client.timeline(done[-1]))["handed_off"]
+                name = f"pods_{length}_handover_ms" + ("" if groups else "_before")
+                metrics[name] = ms(statistics.median(answer.gap12_s for answer in done[2:]))
+                ids = [answer.ids for answer in done]
+                if groups:
+                    answers[length], moved[length] = ids, handed["bytes"]
+                    continue
+                metrics[f"pods_{length}_hand_off_ratio"] = round(moved[length] / handed["bytes"], 4)
+                if ids != answers[length]:
+                    differ = sum(a != b for a, b in zip(ids, answers[length], strict=True))
+                    raise SystemExit(f"{differ} of {PROMPTS} prompts of {length} tokens have other tokens with groups")
+    return metrics
+
+
 def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--engine", action="store_true", help="measure decode steps of the engine, on a GPU")
+    parser.add_argument("--pods", action="store_true", help="measure hand-offs between two pods")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="device of --pods")
     options = parser.parse_args()
     metrics: dict[str, float] = {}
+    if options.pods:
+        metrics = asyncio.run(measure_pods(options.device))
+        report.show(metrics)
+        report.write(options.out, "kv_groups_pods", metrics, *pd_stack.PACKAGES)
+        return
     if options.engine:
         metrics = measure_engine()
         report.show(metrics)
@@ -148,6 +178,8 @@ def main() -> None:
             size, old = leased_bytes(made, length), leased_bytes(before, length)
             metrics[f"{made.model}_{name}_bytes_ratio"] = round(size / old, 4)
             metrics[f"{made.model}_{name}_gib"] = round(size / (1 << 30), 3)
+            moved, whole = (PageOrder.of_prompt(m, length).num_pages * m.block_bytes for m in (made, before))
+            metrics[f"{made.model}_{name}_hand_off_ratio"] = round(moved / whole, 4)
         for name in ("8k", "128k"):
             metrics[f"{made.model}_{name}_seqs"] = sequences_at_once(made, LENGTHS[name])
             metrics[f"{made.model}_{name}_seqs_before"] = sequences_at_once(before, LENGTHS[name])

@@ -26,16 +26,18 @@ Window pages come and go:
 - Most pages that leave a window are never matched, so they are evicted before all other pages. Exceptions are pages
   that a prompt has matched, the pages before the end of a prompt, and pages for which a prompt has missed a longer hit.
 - A prefix of n blocks is *usable* if the full pages of all n blocks and the window pages of the last `tail` blocks are
-  cached. The longest usable prefix is a hit. The prefix index announces the hashes of full pages: it is a hint, and
-  the pod's own match decides.
+  cached. The longest usable prefix is a hit. The prefix index gets the blocks before usable boundaries
+  (engine/kv/grouped_cache.py): it is a hint, and the pod's own match decides.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from common.kv_layout import LayerGroup
+from common.kv_layout import KVLayout, LayerGroup
 
 #: Most bytes per token of a sequence that has freed nothing, relative to a block with all layers.
 MAX_SHORT_OVERHEAD = 1.25
@@ -64,3 +66,50 @@ def tail_blocks(window: int, block_size: int) -> int:
 def first_live_block(start: int, window: int, block_size: int) -> int:
     """Returns the first block that a sequence keeps when it computes the tokens from `start` on."""
     return max(0, start // block_size - tail_blocks(window, block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class PageOrder:
+    """The pages of a sequence's first blocks that another pod needs, and their order in a transfer.
+
+    A page's *number* is its place in this order: block by block, in each block the full page and then the pages of the
+    window groups that need the block. A transfer that begins with a later block has a suffix of the order, and a chunk
+    of a prompt has a range of it. Without groups the number of a page is that of its block.
+
+        block           0     1     2     3     4
+        full            0     1     2     4     6        5 blocks; the window of the one window group begins in block 2
+        window 1                    3     5     7
+    """
+
+    num_blocks: int
+    window_starts: tuple[int, ...] = ()  #: For each window group, the first block with a page in the transfer.
+
+    @classmethod
+    def of_prompt(cls, layout: KVLayout, num_tokens: int) -> PageOrder:
+        """Returns the pages with which a pod continues after a prompt, or caches its longest matchable prefix."""
+        return cls._of(layout, layout.blocks_for(num_tokens), (num_tokens - 1) // layout.block_size)
+
+    @classmethod
+    def of_prefix(cls, layout: KVLayout, num_blocks: int) -> PageOrder:
+        """Returns the pages of a usable prefix of full blocks."""
+        return cls._of(layout, num_blocks, num_blocks)
+
+    @classmethod
+    def _of(cls, layout: KVLayout, num_blocks: int, boundary: int) -> PageOrder:
+        """Returns the order for `num_blocks` blocks; the window groups have pages from their tail at `boundary` on."""
+        size = layout.block_size
+        tails = (tail_blocks(group.window, size) for group in layout.groups[1:])
+        return cls(num_blocks, tuple(max(0, boundary - tail) for tail in tails))
+
+    @property
+    def num_pages(self) -> int:
+        return self.first_page(self.num_blocks)
+
+    def first_page(self, block: int) -> int:
+        """Returns the number of the first page of a block: so many pages are before it."""
+        return block + sum(max(0, block - start) for start in self.window_starts)
+
+    def block_at(self, page: int) -> int | None:
+        """Returns the block whose first page has this number (num_blocks for num_pages); None if there is none."""
+        block = bisect.bisect_left(range(self.num_blocks + 1), page, key=self.first_page)
+        return block if block <= self.num_blocks and self.first_page(block) == page else None

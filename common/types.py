@@ -169,7 +169,10 @@ class TransferId:
 
 @dataclass(frozen=True, slots=True)
 class KvTarget:
-    """The blocks on a decode pod that a prompt's KV is written to. A capability: the decode pod signs it."""
+    """The blocks on a decode pod that a prompt's KV is written to. A capability: the decode pod signs it.
+
+    With KV groups, blocks are pages, and logical blocks their numbers in the PageOrder of the prompt.
+    """
 
     transfer_id: TransferId
     pod: str

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from common.errors import BatonError, InternalError, InvalidRequest
-from common.kv_layout import KVLayout
+from common.kv_layout import KVLayout, LayerGroup
 from common.pb import transfer_pb2, types_pb2
 from common.types import (
     FinishReason,
@@ -192,13 +192,16 @@ def error_from_pb(pb: types_pb2.Error) -> BatonError:
 
 
 def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
-    others = {"tensor_parallel": layout.tensor_parallel, "kv_order": layout.kv_order}
+    groups = [transfer_pb2.LayerGroup(window=group.window, layers=group.layers) for group in layout.groups]
+    others = {"tensor_parallel": layout.tensor_parallel, "kv_order": layout.kv_order, "groups": groups}
     return _LAYOUT.to_pb(layout, block_bytes=layout.block_bytes, **others)
 
 
 def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
     """Returns the KV layout of a message. block_bytes is ignored: it follows from the other fields."""
-    return _LAYOUT.from_pb(pb, tensor_parallel=pb.tensor_parallel or 1, kv_order=pb.kv_order or "layers")
+    groups = tuple(LayerGroup(group.window, tuple(group.layers)) for group in pb.groups)
+    others = {"tensor_parallel": pb.tensor_parallel or 1, "kv_order": pb.kv_order or "layers", "groups": groups}
+    return _LAYOUT.from_pb(pb, **others)
 
 
 def pool_counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:

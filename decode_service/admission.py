@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from common.kv_groups import PageOrder
 from common.types import RemotePrefillCost, Role, ValidRequest
 from engine.kv.blocks import Lease
 from engine.kv.eviction import Retention
@@ -164,7 +165,7 @@ class Admission:
         num_sequences = self._pod.requests.num_sequences
         if num_sequences and num_sequences + request.sampling.n > self._max_sequences:
             return Rejected(f"{num_sequences} sequences are reserved or running already")
-        pool, scheduler = self._pod.engine.pool, self._pod.engine.scheduler
+        pool, scheduler, layout = self._pod.engine.pool, self._pod.engine.scheduler, self._pod.engine.layout
         block_size = pool.block_size
         hashes = self._pod.prompt_hashes(request)
         # With prompt_logprobs every prompt token is computed, and none is taken from the cache.
@@ -189,6 +190,9 @@ class Admission:
             if lease is None:
                 return Rejected("the KV pool is full", temporary=pool.copies_pending())
             cached = 0
+        if not decision.local and not lease.cover_transfer(PageOrder.of_prompt(layout, request.context_len)):
+            lease.finish("no pages for the windows")
+            return Rejected("the KV pool is full")
         return Admitted(lease, cached, decision, hashes)
 
     def _state(self, stats: SchedulerStats) -> DecodePodState:

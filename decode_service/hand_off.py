@@ -27,6 +27,7 @@ from typing import Any
 from common.block_hash import BlockHasher
 from common.errors import BatonError, DeadlineExceeded, InternalError, TransferFailed
 from common.grammar.compiler import CompiledGrammar
+from common.kv_groups import PageOrder
 from common.pb import decode_pb2, types_pb2
 from common.tracing.tracer import TraceContext
 from common.types import KvTarget, ValidRequest
@@ -117,13 +118,13 @@ class DecodeHandOff:
         """Expects the KV of the uncached blocks from a prefill pod."""
         pod, lease, node = self._pod, self._lease, self._pod.transfer_node
         assert lease is not None, "a remote prompt has a lease"
-        first = lease.cached_blocks
-        blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.context_len)])
+        order, first = PageOrder.of_prompt(pod.engine.layout, self.request.context_len), lease.cached_blocks
+        pin = lease.pin_for_write(first, order.num_blocks - first, order.window_starts)
         target = node.expect_transfer(
             request_id=self.request.request_id,
-            first_block=first,
-            blocks=blocks,
-            pin=lease.pin_for_write(first, len(blocks)),
+            first_block=order.first_page(first),
+            blocks=pin.blocks,
+            pin=pin,
             deadline_s=self._deadline_s,
             on_ready=self._on_transfer_ready,
             on_failed=self._on_transfer_failed,

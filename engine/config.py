@@ -42,10 +42,6 @@ class EngineConfig(PodEngineSettings):
     )
     max_adapter_rank: int = setting(kinds.integer(1, 256), 16, "Largest rank of an adapter")
 
-    kv_groups: bool = setting(
-        kinds.BOOL, False, "Free the KV of layers with a window when it leaves the window, where the engine supports it"
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_blocks and self.kv_memory:

@@ -91,6 +91,7 @@ class Engine:
         form = config.load_format, config.weights_seed, config.weights
         source = open_model(config.model_dir, *form, deterministic=config.deterministic)
         self.spec = spec = source.spec
+        groups = _kv_groups(config, spec)
         self.device = device = config.resolve_device()
         if config.deterministic:
             dtype = config.resolve_dtype(device)
@@ -141,7 +142,7 @@ class Engine:
             latent_dim=spec.latent_dim,
             block_size=config.block_size,
             dtype=config.resolve_kv_dtype(device, latent=spec.latent_dim > 0),
-            groups=_kv_groups(config, spec),
+            groups=groups,
             **({} if draft is None else draft.layout_fields(device)),
         )
         self._fingerprint = self.layout.fingerprint
@@ -446,11 +447,21 @@ class Engine:
 
 
 def _kv_groups(config: EngineConfig, spec: ModelShape) -> tuple[LayerGroup, ...]:
-    """Returns the KV groups of a model, () where a part of the engine does not support them."""
-    alone = config.tensor_parallel_size == 1 and config.speculation_model is None
-    alone = alone and not config.host_cache and not config.max_adapters
-    usual_cache = config.prefix_cache and config.cache_policy == "lru" and not config.cache_pin
-    return split_layers(spec.windows) if config.kv_groups and alone and usual_cache else ()
+    """Returns the KV groups of a model. Raises ConfigError for groups with a setting that does not support them."""
+    groups = split_layers(spec.windows) if config.kv_groups else ()
+    for name, asked, why in (
+        ("tensor_parallel_size", config.tensor_parallel_size > 1, "ranks exchange whole blocks"),
+        ("speculation_model", config.speculation_model is not None, "the draft model's KV lies in whole blocks"),
+        ("host_cache", config.host_cache > 0, "the host tier keeps whole blocks"),
+        ("max_adapters", config.max_adapters > 0, "adapters were not proven with several block tables"),
+        ("prefix_cache", not config.prefix_cache, "window pages are released into the prefix cache"),
+        ("cache_policy", config.cache_policy != "lru", "pages that left a window need an order of their own"),
+        ("cache_pin", config.cache_pin > 0, "a pinned block has no window pages"),
+    ):
+        if groups and asked:
+            problem = f"{name} {getattr(config, name)} cannot be combined with kv_groups for this model: {why}"
+            raise ConfigError(problem, field=name)
+    return groups
 
 
 def _checked_max_len(asked: int, max_position: int) -> int:

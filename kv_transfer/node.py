@@ -70,6 +70,8 @@ class TransferNode:
     signer: Signer
     address: Callable[[], str]  #: host:port of the gRPC server that serves `servicer`, once it is bound.
     lend: LendCallback = lambda _hashes, _first: None  #: Pins cached blocks for a pod that pulls them.
+    #: Returns the pages in which a prefix of so many blocks is lent: more with KV groups.
+    count_pages: Callable[[int], int] = lambda num_blocks: num_blocks
     checksums: bool = False  #: The commit carries a CRC-32 of every block, and the receiver compares them.
     allow_tcp: bool = False  #: KV in GPU memory may travel over TCP or an unknown transport.
     write_limits: WriteLimits | None = None  #: Sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory.
@@ -99,7 +101,9 @@ class TransferNode:
             commit_notifications=self.commit_notifications,
         )
         sides = (self._incoming, self._outgoing, self.lend)
-        self.servicer = TransferServicer(thread, *sides, self._pairs, memory, info, self.signer, self._dropped, clock)
+        self.servicer = TransferServicer(
+            *(thread, *sides, self._pairs, memory, info, self.signer, self._dropped, clock, self.count_pages)
+        )
 
     @property
     def heartbeat(self) -> Heartbeat:

@@ -53,7 +53,8 @@ T = TypeVar("T")
 
 
 #: Called with the block hashes from the start of a prompt and the first wanted logical block. Pins, for reading, the
-#: leading ones of these blocks that this pod holds; None for none.
+#: leading ones of these blocks that this pod holds; None for none. With KV groups it gets the first wanted page, and
+#: pins all pages or none.
 LendCallback = Callable[[Sequence[bytes], int], PinnedBlocks | None]
 
 
@@ -71,6 +72,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     signer: Signer
     dropped: DroppedMessages
     clock: Callable[[], float]
+    count_pages: Callable[[int], int] = lambda num_blocks: num_blocks  #: See TransferNode.
 
     def __post_init__(self) -> None:
         self._writers: dict[str, transfer_pb2.InfoResponse] = {}  #: By pod; the writer with the newest call is the last
@@ -189,8 +191,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         Raises InvalidRequest if hashes and target do not match.
         """
         first, wanted = target.first_block, len(target.blocks)
-        if not wanted or len(hashes) != first + wanted or any(len(h) != HASH_BYTES for h in hashes):
-            expected = f"{first + wanted} hashes of {HASH_BYTES} bytes"
+        if not wanted or self.count_pages(len(hashes)) != first + wanted or any(len(h) != HASH_BYTES for h in hashes):
+            expected = f"hashes of {HASH_BYTES} bytes for {first + wanted} blocks"
             raise InvalidRequest(f"{len(hashes)} hashes for {wanted} blocks: expected {expected}", field="hashes")
         if self.leaving or len(self.loans) >= MAX_LOANS:
             return 0, "leaving" if self.leaving else "busy"

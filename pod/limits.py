@@ -24,7 +24,7 @@ class PodLimits:
     vocab_size: int
     max_model_len: int  # Prompt plus output tokens
     block_size: int
-    num_blocks: int  # Blocks of the whole pool
+    num_blocks: int  # Blocks of the longest sequence that fits: without KV groups all of the pool
     find_adapter: Callable[[str], object]  # Raises InvalidRequest for the digest of an adapter that the pod lacks
 
     def check(self, request: ValidRequest, *, generates: bool) -> None:

@@ -195,8 +195,7 @@ def engine_config(config: PodConfig) -> EngineConfig:
             shared["speculation_model"] = find_draft(str(config.speculation_model))
         except ConfigError as error:
             raise ConfigError(error.message, field="speculation_model") from error
-    # The hand-off and the pulls move whole blocks, so pods have no KV groups.
-    made = EngineConfig(model_dir=find(config.model), kv_groups=False, **shared)
+    made = EngineConfig(model_dir=find(config.model), **shared)
     return dataclasses.replace(
         made, local_chunk_tokens=local_chunk_tokens(config, config.role, made.resolve_device().type)
     )

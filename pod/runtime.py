@@ -94,7 +94,7 @@ class PodRuntime:
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
             block_size=engine.layout.block_size,
-            num_blocks=engine.pool.counts().total,
+            num_blocks=engine.pool.max_tokens // engine.layout.block_size,
             find_adapter=engine.find_adapter,
         )
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
@@ -108,6 +108,7 @@ class PodRuntime:
             signer=signer,
             address=lambda: self.address,
             lend=self._lend,
+            count_pages=engine.pool.prefix_pages,
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
             tls=tls,
@@ -222,7 +223,7 @@ class PodRuntime:
             fingerprint=layout.fingerprint,
             block_size=layout.block_size,
             max_model_len=self.engine.max_model_len,
-            num_blocks=self.limits.num_blocks,
+            num_blocks=self.engine.pool.num_blocks,
         )
         device, host = self.engine.pool.cached_hashes, self.engine.pool.host_hashes
         self._index = self._cache_events.index = IndexPublisher(redis, record, device, self.load, host_snapshot=host)
@@ -428,7 +429,7 @@ class PodRuntime:
             layout=layout_to_pb(self.engine.layout),
             fingerprint=self.engine.layout.fingerprint,
             max_model_len=self.engine.max_model_len,
-            num_blocks=self.limits.num_blocks,
+            num_blocks=self.engine.pool.num_blocks,
             vocab_size=self.engine.vocab_size,
             pid=os.getpid(),
             boot_id=host_boot_id(),
@@ -473,7 +474,7 @@ class PodRuntime:
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:
         """Counts a hand-off that this pod completed as the sender, `seconds` after its first push."""
         self.metrics.observe_hand_off(report, seconds, exemplar)
-        left = report.blocks - report.delivered_before_finish
+        left = (report.blocks - report.delivered_before_finish) // self.engine.pool.pages_per_block
         self.rates.observe_hand_off(left * self.engine.layout.block_size, report.exposed_s)
 
     def _lend(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:

@@ -34,6 +34,7 @@ from common.errors import (
     Unavailable,
     describe,
 )
+from common.kv_groups import PageOrder
 from common.pb import prefill_pb2
 from common.tracing.tracer import TraceContext
 from common.types import FinishReason, KvTarget, PromptLogprobs, Token
@@ -126,6 +127,7 @@ class PrefillHandOff:
         self._first_chunk_at: float | None = None
         self._first_push_at = 0.0
         self._transfer_s = 0.0  # Seconds from the first push to the commit
+        self._order = PageOrder.of_prompt(pod.engine.layout, seq.request.context_len)
         self._next_block = 0
         self._has_first_token = False
         self._first_tokens: list[tuple[int, FinishReason | None]] = []
@@ -170,19 +172,18 @@ class PrefillHandOff:
             if self.target != target:
                 raise InvalidRequest("the request has another target", field="target")
             return
-        layout = self._pod.engine.layout
-        num_blocks = layout.blocks_for(request.context_len)
-        if target.fingerprint != layout.fingerprint:
+        num_pages, first_block = self._order.num_pages, self._order.block_at(target.first_block)
+        if target.fingerprint != self._pod.engine.layout.fingerprint:
             raise LayoutMismatch("the target's KV layout differs from this pod's", field="fingerprint")
-        if target.first_block + len(target.blocks) != num_blocks:
+        if first_block is None or target.first_block + len(target.blocks) != num_pages:
             raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
-        transfer = self._pod.transfer_node.start_transfer(target, request.request_id, num_blocks, self._remaining_s())
+        transfer = self._pod.transfer_node.start_transfer(target, request.request_id, num_pages, self._remaining_s())
         with self._lock:
             self.target, self._transfer = target, transfer
-            self._next_block = max(self._next_block, target.first_block)
+            self._next_block = max(self._next_block, first_block)
             self._held_pins.pop_all()
             for first, pin in self._held_pushes:
-                transfer.push(first, pin.blocks, pin)
+                transfer.push(self._order.first_page(first), pin.blocks, pin)
             if self._finished:
                 self._finish(transfer)
         self._transfer_task = self._aio.create_task(self._await_transfer(transfer))
@@ -254,9 +255,10 @@ class PrefillHandOff:
             now = time.monotonic()
             self._first_push_at = self._first_push_at or now
             self.pushes[first] = Push(end - first, now)
-            pin = _PushPin(lease.pin_for_read(first, end - first), lambda: self._on_push_released(first))
+            pages = lease.pin_for_read(first, end - first, self._order.window_starts)
+            pin = _PushPin(pages, lambda: self._on_push_released(first))
             if self._transfer is not None:
-                self._transfer.push(first, pin.blocks, pin)
+                self._transfer.push(self._order.first_page(first), pin.blocks, pin)
             else:
                 self._held_pushes.append((first, pin))
                 self._held_pins.callback(pin.release)

@@ -15,6 +15,7 @@ import logging
 import time
 
 from common.errors import BatonError, DeadlineExceeded
+from common.kv_groups import PageOrder
 from common.pb import prefill_pb2
 from common.types import ValidRequest
 from kv_transfer.messages import PullResult, WantedBlocks
@@ -107,13 +108,16 @@ class PrefixPuller:
             first = lease.cached_blocks
             if first == len(hashes):
                 return "skipped", "held"
-            asked = time.monotonic()
+            order = PageOrder.of_prefix(pod.engine.layout, len(hashes))
+            if not lease.cover_transfer(order):
+                return "skipped", "no_room"
+            asked, pin = time.monotonic(), lease.pin_for_write(first, len(hashes) - first, order.window_starts)
             wanted = WantedBlocks(
                 request_id=request_id,
                 hashes=hashes,
-                first_block=first,
-                blocks=tuple(lease.blocks[first:]),
-                pin=lease.pin_for_write(first, len(hashes) - first),
+                first_block=order.first_page(first),
+                blocks=pin.blocks,
+                pin=pin,
                 timeout_s=max(0.0, limit_s - (asked - began)),
             )
             pod.metrics.pulls_asked.inc()
@@ -123,11 +127,12 @@ class PrefixPuller:
                 pod.rates.observe_pull(time.monotonic() - asked, 0.0)
                 raise
             await retry_while(lambda: lease.host_loading, bool)  # copies from host memory, started by pool.lease
-            lease.publish(hashes[: first + got.blocks])
+            complete = order.block_at(wanted.first_block + got.blocks)
+            lease.publish(hashes[: first if complete is None else complete])
             if not got.blocks:
                 return "refused", got.reason
             self._observe(got, time.monotonic() - asked)
-            return "done", "all" if got.blocks == len(hashes) - first else "part"
+            return "done", "all" if got.blocks == len(pin.blocks) else "part"
         finally:
             lease.finish("pulled")
 

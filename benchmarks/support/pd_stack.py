@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.support import local_stack, report
 from benchmarks.support.local_stack import connections
-from benchmarks.support.shapes import LLAMA_8B, SHAPES, llama
+from benchmarks.support.shapes import LLAMA_8B, SHAPES, WINDOWED, llama
 from cli.stack.stack import Stack
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.settings.configs import UpConfig
@@ -36,6 +36,10 @@ PACKAGES = ("torch", "triton", "nixl-cu13", "grpcio")
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B | {"vocab_size": 49152},
     "tiny": SHAPES["tiny"].config | {"max_position_embeddings": 4096},
+    "windowed": WINDOWED,
+    "windowed-tiny": WINDOWED
+    | {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "sliding_window": 32}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "max_window_layers": 2},
     "small": llama(1024, 512, 1024, layers=4, heads=8, kv_heads=2, context=8192, torch_dtype="float32"),
 }
 

@@ -65,6 +65,21 @@ LLAMA_8B = llama(128256, 4096, 14336, layers=32, heads=32, kv_heads=8, context=1
     "rope_scaling": ROPE | {"original_max_position_embeddings": 8192},
     "torch_dtype": "bfloat16",
 }
+#: 24 layers, the last 12 with a window of 1,024 tokens.
+WINDOWED: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": True,
+    "sliding_window": 1024,
+    "max_window_layers": 12,
+}
 QWEN3_30B_A3B: dict[str, Any] = llama(
     151936, 2048, 6144, layers=48, heads=32, kv_heads=4, context=40960, head_dim=128
 ) | {

@@ -99,6 +99,7 @@ class Layout(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     LATENT_DIM_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     KV_ORDER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of the layout scheme."""
@@ -117,7 +118,7 @@ class Layout(_message.Message):
     dtype: _builtins.str
     """Element type of keys and values: float32, bfloat16, float16 or float8_e4m3."""
     block_bytes: _builtins.int
-    """Bytes of one block, all segments."""
+    """Bytes of one block, all segments; with groups of one page."""
     draft_layers: _builtins.int
     """Layers of the draft model with KV in the same blocks; 0: none."""
     draft_kv_heads: _builtins.int
@@ -136,6 +137,10 @@ class Layout(_message.Message):
     """Multi-head latent attention: the first numbers of a token's vector are its value; 0: values are separate."""
     kv_order: _builtins.str
     """Order of a block's numbers: layers or heads. Empty: layers."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroup]:
+        """KV groups: a block of tokens is one page per group, and block_bytes are those of a page. Empty: no groups."""
+
     def __init__(
         self,
         *,
@@ -156,15 +161,44 @@ class Layout(_message.Message):
         tensor_parallel: _builtins.int = ...,
         weights: _builtins.str = ...,
         latent_dim: _builtins.int = ...,
+        groups: _abc.Iterable[Global___LayerGroup] | None = ...,
         kv_order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "head_dim", b"head_dim", "kv_order", b"kv_order", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "kv_order", b"kv_order", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Layout: _TypeAlias = Layout  # noqa: Y015
+
+@_typing.final
+class LayerGroup(_message.Message):
+    """Layers whose keys and values of one block of tokens lie in one page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    """Tokens that a query sees in these layers, itself included; 0: all."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the model's layers, in the order of the page."""
+
+    def __init__(
+        self,
+        *,
+        window: _builtins.int = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerGroup: _TypeAlias = LayerGroup  # noqa: Y015
 
 @_typing.final
 class InfoResponse(_message.Message):
@@ -988,7 +1022,7 @@ class PullRequest(_message.Message):
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Block hashes (16 bytes each) from the start of the prompt to the last requested block: first_block + the number of
-        the target's blocks.
+        the target's blocks. With KV groups these count pages, and the holder sends all of them or none.
         """
 
     def __init__(

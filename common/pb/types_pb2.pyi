@@ -521,7 +521,9 @@ class KvTarget(_message.Message):
     address: _builtins.str
     """host:port of the decode pod's gRPC server."""
     first_block: _builtins.int
-    """First logical block to write; the blocks before it are in the decode pod's prefix cache."""
+    """First logical block to write; the blocks before it are in the decode pod's prefix cache. With KV groups it is the
+    number of a page in the order of pages that follows from the layout and the length of the prompt.
+    """
     fingerprint: _builtins.str
     """Fingerprint of the decode pod's KV layout."""
     expires_at: _builtins.int
@@ -534,7 +536,9 @@ class KvTarget(_message.Message):
 
     @_builtins.property
     def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Physical blocks for the logical blocks first_block, first_block + 1, ..., up to the last block of the prompt."""
+        """Physical blocks for the logical blocks first_block, first_block + 1, ..., up to the last block of the prompt. With
+        KV groups: physical pages for the pages with these numbers.
+        """
 
     def __init__(
         self,

@@ -129,6 +129,12 @@ class EngineSettings(Settings, section="Engine"):
         "Which cached block is evicted first: the least recently used (lru), or by frequency too (gdsf, s3fifo)",
     )
     cache_pin: int = setting(kinds.size(0), 0, "KV bytes that requests may pin in each pool, like 4GiB; default: 0")
+    kv_groups: bool = setting(
+        kinds.BOOL,
+        False,
+        "Free the KV of layers with a window when it leaves the window, if the model has other layers too; the same on "
+        "all pods",
+    )
     max_model_len: int = setting(
         kinds.integer(0, 1 << 24), 0, "Longest prompt plus output, in tokens; default: the model's"
     )

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
 from common.errors import BatonError, InternalError
+from common.kv_groups import PageOrder
 from common.types import PoolCounts
 from engine.kv.eviction import Retention
 from engine.kv.host_tier import HostLoad, HostTier, HostTierStats, SavedPartialBlock
@@ -152,6 +153,10 @@ class BlockPool:
         with self.lock:
             count = len(self._cache.match(hashes))
             return count if self.host_tier is None else count + self.host_tier.match(hashes[count:])
+
+    def prefix_pages(self, num_blocks: int) -> int:
+        """Returns the number of pages in which a prefix of blocks is lent to another pod: more with KV groups."""
+        return num_blocks
 
     def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
         """Pins for a reader the longest prefix of `hashes` in the pool, from block `first` on; None without blocks."""
@@ -516,6 +521,10 @@ class Lease:
         """Prepares KV groups with windows for a step that computes the tokens start..end; there are none here."""
         return True
 
+    def cover_transfer(self, order: PageOrder) -> bool:
+        """Prepares KV groups with windows for KV that another pod sends in this order; there are none here."""
+        return True
+
     def copy_on_write(self) -> tuple[BlockCopy, ...] | None:
         """Replaces the shared block at `cow_index`, so that the step being planned may write there.
 
@@ -593,18 +602,21 @@ class Lease:
             pool._release_after_steps(duplicates)
             return self.cached_blocks
 
-    def pin_for_write(self, first: int, count: int) -> BlockPin:
-        """Pins logical blocks first..first+count for a writer of bytes; none of them may be published."""
+    def pin_for_write(self, first: int, count: int, window_starts: Sequence[int] = ()) -> BlockPin:
+        """Pins logical blocks first..first+count for a writer of bytes; none of them may be published.
+
+        `window_starts` are those of the transfer's PageOrder; the pin has the pages in this order.
+        """
         with self._pool.lock:
-            blocks = self._range(first, count)
+            blocks = self._pages(first, count, window_starts)
             if first < self.num_published:
                 raise InternalError(f"cannot pin published block {blocks[0]} for a writer")
             return BlockPin(self._pool, blocks, is_writer=True)
 
-    def pin_for_read(self, first: int, count: int) -> BlockPin:
-        """Pins logical blocks first..first+count for a reader that may outlive the request."""
+    def pin_for_read(self, first: int, count: int, window_starts: Sequence[int] = ()) -> BlockPin:
+        """Pins logical blocks first..first+count for a reader that may outlive the request, as `pin_for_write`."""
         with self._pool.lock:
-            return BlockPin(self._pool, self._range(first, count), is_writer=False)
+            return BlockPin(self._pool, self._pages(first, count, window_starts), is_writer=False)
 
     def finish(self, reason: str) -> None:
         """Releases all blocks. Idempotent, the first reason stays. Pinned blocks return when their pins end."""
@@ -628,6 +640,10 @@ class Lease:
         self.blocks[i] = canonical
         self.num_replaced += 1
         return block
+
+    def _pages(self, first: int, count: int, window_starts: Sequence[int]) -> list[int]:
+        """Returns the pages of logical blocks for a transfer: the blocks, because there are no KV groups here."""
+        return self._range(first, count)
 
     def _range(self, first: int, count: int) -> list[int]:
         self._require_live()

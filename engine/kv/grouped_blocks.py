@@ -16,12 +16,13 @@ from typing import Any
 
 from common.block_hash import HASH_BYTES
 from common.errors import InternalError
-from common.kv_groups import first_live_block, tail_blocks
+from common.kv_groups import PageOrder, first_live_block, tail_blocks
 from common.kv_layout import KVLayout
-from engine.kv.blocks import BlockCopy, BlockPool, Lease
+from engine.kv.blocks import BlockCopy, BlockPin, BlockPool, Lease
 from engine.kv.eviction import Retention
 from engine.kv.host_tier import SavedPartialBlock
 from engine.kv.prefix_cache import PrefixCache
+from engine.kv.usable_prefixes import UsablePrefixes
 
 NO_PAGE = -1
 HOST_COPY_BYTES = 32 << 20  # Bytes of one copy to the host. It takes 0.6 ms over PCIe, and a load may wait that long.
@@ -30,9 +31,11 @@ HOST_COPY_BYTES = 32 << 20  # Bytes of one copy to the host. It takes 0.6 ms ove
 class GroupedPrefixCache(PrefixCache):
     """A prefix cache with window pages beside the full ones."""
 
-    def __init__(self, num_blocks: int, num_windows: int) -> None:
+    def __init__(self, num_blocks: int, tails: Sequence[int]) -> None:
+        """`tails` as in `num_usable`."""
         super().__init__(num_blocks)
-        self._suffixes = [bytes([group]) for group in range(num_windows)]
+        self.announced = UsablePrefixes(self.hash_by_block, tails)
+        self._suffixes = [bytes([group]) for group in range(len(tails))]
         self._left_window = bytearray(num_blocks)  # 1 for pages that left a window and were never matched
 
     def key(self, block_hash: bytes, group: int) -> bytes:
@@ -65,6 +68,10 @@ class GroupedPrefixCache(PrefixCache):
     def register(self, block: int, block_hash: bytes, parent: int) -> None:
         self._left_window[block] = 0
         super().register(block, block_hash, parent)
+        if len(block_hash) > HASH_BYTES:
+            self.announced.set_page(self.block_by_hash[block_hash[:HASH_BYTES]], block_hash[HASH_BYTES], True)
+        else:
+            self.announced.add(block, parent)
 
     def mark_idle(self, blocks: Sequence[int], is_saved: Callable[[bytes], bool] | None) -> list[int]:
         unregistered, order = super().mark_idle(blocks, is_saved), self.evictable
@@ -74,14 +81,20 @@ class GroupedPrefixCache(PrefixCache):
                 order.move_to_end(block, last=False)
         return unregistered
 
-    def evict_pages(self) -> tuple[list[int], bytes | None]:
+    def evict_pages(self) -> list[int]:
         """Unregisters the first evictable page; with a full page also the window pages of its hash.
 
-        Returns the idle ones of these pages, and the hash of the full page.
+        Returns the idle ones of these pages.
         """
-        page, key = self.evict()
+        page = next(iter(self.evictable))
+        key = self.hash_by_block[page]
+        assert key is not None
         if len(key) > HASH_BYTES:
-            return [page], None
+            self.announced.set_page(self.block_by_hash[key[:HASH_BYTES]], key[HASH_BYTES], False)
+            self.evict()
+            return [page]
+        self.announced.remove(page)
+        self.evict()
         pages = [page]
         for group in range(len(self._suffixes)):
             other = self.block_by_hash.pop(self.key(key, group), None)
@@ -93,7 +106,7 @@ class GroupedPrefixCache(PrefixCache):
                 self.idle[other] = 0
                 self.num_idle -= 1
                 pages.append(other)
-        return pages, key
+        return pages
 
     def inconsistencies(self) -> list[str]:
         orphans = sum(
@@ -114,8 +127,11 @@ class GroupedBlockPool(BlockPool):
         super().__init__(num_blocks, block_size, **callbacks)
         self.windows = tuple(windows)
         self.pages_per_block = 1 + len(windows)
-        self._cache = GroupedPrefixCache(num_blocks, len(windows))
         self.tails = [tail_blocks(window, block_size) for window in windows]
+        self._cache = GroupedPrefixCache(num_blocks, self.tails)
+        # The callbacks of the base class get all full pages; the prefix index gets those before usable boundaries.
+        self._on_announced, self._on_withdrawn = self._on_stored, self._on_evicted
+        self._on_stored = self._on_evicted = lambda hashes: None
 
     def pages_for(self, num_tokens: int) -> int:
         blocks = super().pages_for(num_tokens)
@@ -166,8 +182,40 @@ class GroupedBlockPool(BlockPool):
         with self.lock:
             return self._cache.num_usable(hashes[: len(self._cache.match(hashes))], self.tails)
 
+    def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
+        """Pins for a reader the pages of the prefix from page number `first` on (PageOrder), or none of them."""
+        count = len(hashes)
+        block = self._prefix_order(count).block_at(first)
+        with self.lock:
+            full = self._cache.match(hashes)
+            if block is None or len(full) < count or self._cache.num_usable(hashes, self.tails) < count:
+                return None
+            tables = [full, *self._tail_tables(hashes, count)]
+            pages = [table[i] for i in range(block, count) for table in tables if table[i] != NO_PAGE]
+            return BlockPin(self, pages, is_writer=False) if pages else None
+
+    def prefix_pages(self, num_blocks: int) -> int:
+        return self._prefix_order(num_blocks).num_pages
+
+    def _prefix_order(self, num_blocks: int) -> PageOrder:
+        """Returns PageOrder.of_prefix of the pool's layout."""
+        return PageOrder(num_blocks, tuple(max(0, num_blocks - tail) for tail in self.tails))
+
     def cached_hashes(self) -> list[bytes]:
-        return [key for key in super().cached_hashes() if len(key) == HASH_BYTES]
+        """Returns the hashes that the prefix index has to know, parents before children."""
+        announced = self._cache.announced.is_announced
+        with self.lock:
+            return [
+                key for key, page in self._cache.block_by_hash.items() if len(key) == HASH_BYTES and announced(page)
+            ]
+
+    def announce(self) -> None:
+        """Reports what the prefix index has to know since the last call; the lock is held."""
+        gained, lost = self._cache.announced.take_changes()
+        if lost:
+            self._on_withdrawn(lost)
+        if gained:
+            self._on_announced(gained)
 
     def _tail_tables(self, hashes: Sequence[bytes], count: int) -> list[list[int]]:
         """Returns the block table of each window group for a usable prefix of `count` blocks."""
@@ -181,14 +229,9 @@ class GroupedBlockPool(BlockPool):
     def _evict(self, count: int) -> list[int]:
         """Evicts at least `count` pages; returns this many, the others are free."""
         evicted: list[int] = []
-        hashes: list[bytes] = []
         while len(evicted) < count:
-            pages, block_hash = self._cache.evict_pages()
-            evicted += pages
-            if block_hash is not None:
-                hashes.append(block_hash)
-        if hashes:
-            self._on_evicted(hashes)
+            evicted += self._cache.evict_pages()
+        self.announce()
         self._free += evicted[count:]
         return evicted[:count]
 
@@ -259,6 +302,40 @@ class GroupedLease(Lease):
                 del pages[:count]
             return True
 
+    def cover_transfer(self, order: PageOrder) -> bool:
+        """Gives the window groups the pages that another pod writes, and releases older ones.
+
+        Returns False, and changes nothing, if too few are available. Nothing may have been computed in the lease yet.
+        """
+        pool = self._pool
+        with pool.lock:
+            self._require_live()
+            groups = list(zip(self.window_tables, order.window_starts, strict=True))
+            missing = [order.num_blocks - max(start, len(table)) for table, start in groups]
+            if not pool._can_allocate(sum(missing)):
+                return False
+            pages = pool._allocate(sum(missing))
+            for group, (table, start) in enumerate(groups):
+                dead = range(self.first_live[group], min(start, len(table)))
+                pool._release_after_steps([table[i] for i in dead])
+                table[dead.start : dead.stop] = [NO_PAGE] * len(dead)
+                table.extend([NO_PAGE] * (start - len(table)))
+                table.extend(pages[: missing[group]])
+                del pages[: missing[group]]
+                self.first_live[group] = max(start, self.first_live[group])
+            return True
+
+    def _pages(self, first: int, count: int, window_starts: Sequence[int]) -> list[int]:
+        pages: list[int] = []
+        for i, page in enumerate(self._range(first, count), first):
+            pages.append(page)
+            for table, first_live, start in zip(self.window_tables, self.first_live, window_starts, strict=True):
+                if i >= start:
+                    if not first_live <= i < len(table):
+                        raise InternalError(f"block {i} has no page of a window group, but a transfer needs it")
+                    pages.append(table[i])
+        return pages
+
     def pages_of(self, index: int) -> list[int]:
         tables = [table for table in self.window_tables if index < len(table) and table[index] != NO_PAGE]
         return [self.blocks[index], *(table[index] for table in tables)]
@@ -317,6 +394,8 @@ class GroupedLease(Lease):
             for group, table in enumerate(self.window_tables):
                 for i in range(max(first, self.first_live[group]), min(self.num_published, len(table))):
                     page, key = table[i], cache.key(hashes[i], group)
+                    if pool._writers[page]:
+                        continue
                     canonical = cache.block_by_hash.get(key)
                     if canonical is None:
                         cache.register(page, key, -1)
@@ -325,6 +404,7 @@ class GroupedLease(Lease):
                         table[i] = canonical
                         self.num_replaced += 1
                         duplicates.append(page)
+            pool.announce()
             pool._release_after_steps(duplicates)
 
     def rematch(self, hashes: Sequence[bytes]) -> int:

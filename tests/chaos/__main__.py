@@ -3,6 +3,7 @@
     .venv/bin/python -m tests.chaos --seeds 17                    one seed, as it failed
     .venv/bin/python -m tests.chaos --seeds 1-20 --out FILE       adds the seeds to the result file
     .venv/bin/python -m tests.chaos --schedule --seeds 17         only prints the faults
+    .venv/bin/python -m tests.chaos --kv-groups --seeds 1-3       seeds with pages per KV group
     .venv/bin/python -m tests.chaos --soak-minutes 30 --out FILE  steady load with rare faults
 
 The exit code is 1 after a wrong answer, a hang, a leak, a crash, or a refusal by a gateway that said that it was ready.
@@ -41,13 +42,13 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-async def chaos(seeds: Sequence[int], seconds: float, directory: Path, out: Path | None) -> int:
+async def chaos(seeds: Sequence[int], seconds: float, directory: Path, out: Path | None, *, kv_groups: bool) -> int:
     """Runs the seeds on one stack. Returns the exit code."""
     (directory / "oracle").mkdir(parents=True)
-    write_model(directory / "oracle")
+    write_model(directory / "oracle", window=kv_groups)
     cases = await asyncio.to_thread(catalogue, directory / "oracle")
     good, rows = True, list[dict[str, Any]]()
-    async with ChaosStack.running(directory) as stack:
+    async with ChaosStack.running(directory, kv_groups=kv_groups) as stack:
         runner = await SeedRunner.warmed_up(stack, cases, _say)
         for seed in seeds:
             result = await runner.run(seed, seconds)
@@ -65,6 +66,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="length of a seed's load")
     parser.add_argument("--schedule", action="store_true", help="print the faults of the seeds and stop")
     parser.add_argument("--soak-minutes", type=float, help="run the soak instead of seeds")
+    parser.add_argument("--kv-groups", action="store_true", help="a model with KV groups, in pods that use them")
     parser.add_argument("--out", type=Path, help="result file; chaos adds to it")
     parser.add_argument("--logs", type=Path, help="directory of the logs; default: a new one in .run/chaos")
     args = parser.parse_args()
@@ -76,7 +78,7 @@ def main() -> int:
     directory = (args.logs or Path(".run/chaos") / f"{now:%Y%m%d-%H%M%S}").absolute()
     if args.soak_minutes is not None:
         return report_soak(uvloop.run(soak(args.soak_minutes, directory, _say)), args.out)
-    return uvloop.run(chaos(args.seeds, args.seconds, directory, args.out))
+    return uvloop.run(chaos(args.seeds, args.seconds, directory, args.out, kv_groups=args.kv_groups))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,19 @@ async def test_two_seeds_break_nothing(cases: list[Case], tmp_path: Path, monkey
     assert sum(sum(result.deaths.values()) for result in found) >= 2
 
 
+@pytest.mark.long
+@pytest.mark.timeout(240)
+async def test_a_seed_with_kv_groups_breaks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "oracle").mkdir()
+    write_model(tmp_path / "oracle", window=True)
+    cases = catalogue(tmp_path / "oracle")
+    async with ChaosStack.running(tmp_path / "stack", kv_groups=True) as stack:
+        runner = await SeedRunner.warmed_up(stack, cases, print)
+        result = await runner.run(2, SECONDS)
+    assert result.good, result
+    assert result.verdicts.get(Verdict.COMPLETED, 0) > 10
+
+
 async def require_seen(runner: SeedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opens connections, adds a key to Valkey and kills a pod. Requires that the harness finds all three."""
     stack, port = runner.stack, int(runner.stack.gateways[0].url.rpartition(":")[2])

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from common.errors import InvalidRequest
-from common.pb import decode_pb2, prefill_pb2
-from common.rpc import translate_rpc_errors
+from common.pb import decode_pb2
 from common.types import FinishReason, Role, ValidRequest
-from common.wire import finish_reason_from_pb, request_to_pb
 from engine.llm import LLM
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, TIMEOUT_S, Cluster, oracle, prompt_of, request
+from tests.rigs.pods.samples import Samples
 
 torch.set_num_threads(1)
 
@@ -26,55 +22,6 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def alone(model_dir: Path) -> LLM:
     return oracle(model_dir)
-
-
-class Samples:
-    """What a gateway receives of the children of one request. on_tokens(samples, child) is called for each message."""
-
-    def __init__(self, on_tokens: Callable[[Samples, int], Any] | None = None) -> None:
-        self.tokens: dict[int, dict[int, int]] = defaultdict(dict)
-        self.finish: dict[int, FinishReason] = {}
-        self.firsts: list[int] = []
-        self.blocks = 0
-        self.local = False
-        self.on_tokens = on_tokens
-
-    def ids(self, child: int) -> list[int]:
-        assert sorted(self.tokens[child]) == list(range(len(self.tokens[child])))
-        return [self.tokens[child][i] for i in range(len(self.tokens[child]))]
-
-    def put(self, child: int, tokens: Any, finish: Any) -> None:
-        for token in tokens:
-            assert token.child == child
-            assert token.index not in self.tokens[child]
-            self.tokens[child][token.index] = token.id
-        if (reason := finish_reason_from_pb(finish)) is not None:
-            assert child not in self.finish
-            self.finish[child] = reason
-
-    async def run(self, cluster: Cluster, valid: ValidRequest, *, without: int = 0, remote: bool = True) -> Samples:
-        """Runs until all but `without` children have ended."""
-        inbox = cluster.stream_of(cluster.decode).expect(valid.request_id)
-        reply = await cluster.reserve(valid, remote_only=remote)
-        assert not reply.HasField("rejected"), reply
-        self.local = reply.HasField("local")
-        if not self.local:
-            message = prefill_pb2.PrefillRequest(request=request_to_pb(valid), target=reply.target)
-            with translate_rpc_errors():
-                async for event in cluster.prefill.prefill.Prefill(message, timeout=TIMEOUT_S):
-                    if event.HasField("first_token"):
-                        self.firsts.append(event.first_token.child)
-                        self.put(event.first_token.child, [event.first_token.token], event.first_token.finish_reason)
-                    elif event.HasField("handed_off"):
-                        self.blocks = event.handed_off.blocks
-        while len(self.finish) < valid.sampling.n - without:
-            async with asyncio.timeout(TIMEOUT_S):
-                delta = await inbox.get()
-            assert not delta.HasField("error"), delta
-            self.put(delta.child, delta.tokens, delta.finish_reason)
-            if self.on_tokens is not None:
-                await self.on_tokens(self, delta.child)
-        return self
 
 
 def expected(alone: LLM, valid: ValidRequest) -> list[list[int]]:

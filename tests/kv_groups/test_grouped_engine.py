@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.errors import ConfigError
 from common.types import SamplingParams
+from engine.kv.blocks import BlockPool
 from engine.kv.grouped_blocks import GroupedBlockPool
-from engine.llm import LLM, Completion
+from engine.llm import LLM
 from engine.schedule.sequence import Sequence as EngineSequence
-from tests.rigs.engine.foreign_models import FOREIGN_CASES, VOCAB, save_foreign
-from tests.rigs.engine.tiny_models import MOE_CASES, TINY
+from tests.kv_groups.families import BLOCK, CHUNK, FAMILIES, check, check_tokens, prompt, save
+from tests.rigs.pods.harness import tiny_llama
 
 torch.set_num_threads(1)
-BLOCK, CHUNK = 4, 16
-NATIVE: dict[str, dict[str, Any]] = {
-    "qwen2-window": TINY
-    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-    "gpt-oss": TINY | MOE_CASES["gpt-oss"] | {"sliding_window": 9},
-}
-FOREIGN = [family for family in ("gemma2", "gemma3_text", "cohere2", "exaone4") if family in FOREIGN_CASES]
 
 
 @pytest.fixture(autouse=True)
@@ -32,36 +25,10 @@ def _checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineSequence, "CHECKS", True)
 
 
-def save(path: Path, family: str) -> Any:
-    """Saves a tiny model; returns that of transformers."""
-    if family in FOREIGN:
-        return save_foreign(path, family, **FOREIGN_CASES[family])
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**NATIVE[family]), attn_implementation="eager")
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.2)
-    model.eval().save_pretrained(path)
-    return model
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(3, min(VOCAB, 150), (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def check(reference: Any, completions: Sequence[Completion]) -> None:
-    for completion in completions:
-        text = [*completion.prompt_ids, *completion.ids]
-        with torch.inference_mode():
-            logprobs = reference(torch.tensor([text])).logits[0, len(completion.prompt_ids) - 1 : -1].log_softmax(-1)
-        assert completion.ids == logprobs.argmax(-1).tolist()
-        chosen = [float(row[token.id]) for row, token in zip(logprobs, completion.tokens, strict=True)]
-        assert [token.logprob for token in completion.tokens] == pytest.approx(chosen, abs=2e-4)
-
-
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
 
 
-@pytest.fixture(scope="module", params=[*FOREIGN, *NATIVE])
+@pytest.fixture(scope="module", params=FAMILIES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     path = tmp_path_factory.mktemp("model")
     return path, save(path, request.param)
@@ -105,11 +72,7 @@ def test_samples_share_the_prompts_pages_and_copy_the_last_one(saved: tuple[Path
     done = llm.generate([prompt(22, seed=4)], params, ignore_eos=True)
     assert len({tuple(c.ids) for c in done}) == 3
     for completion in done:
-        text = [*completion.prompt_ids, *completion.ids]
-        with torch.inference_mode():
-            logprobs = reference(torch.tensor([text])).logits[0, len(completion.prompt_ids) - 1 : -1].log_softmax(-1)
-        chosen = [float(row[token.id]) for row, token in zip(logprobs, completion.tokens, strict=True)]
-        assert [token.logprob for token in completion.tokens] == pytest.approx(chosen, abs=2e-4)
+        check_tokens(reference, completion.prompt_ids, completion.tokens, greedy=False)
     llm.engine.pool.check_integrity()
     assert llm.engine.pool.counts().leased == 0
 
@@ -157,17 +120,29 @@ def test_pages_that_left_the_window_are_free_or_evictable(tmp_path: Path) -> Non
     assert used[-1] <= 60 + 4
 
 
-def test_parts_without_groups_switch_them_off(tmp_path: Path) -> None:
-    save(tmp_path, "qwen2-window")
-    others: tuple[dict[str, Any], ...] = (
-        {"kv_groups": False},
+@pytest.mark.parametrize(
+    "options",
+    [
         {"host_cache": 1 << 20},
         {"max_adapters": 1},
         {"cache_policy": "gdsf"},
         {"cache_pin": 1 << 20},
         {"prefix_cache": False},
-    )
-    for options in others:
-        llm = LLM(tmp_path, device="cpu", threads=1, num_blocks=20, **({"kv_groups": True} | options))
-        assert not llm.engine.layout.groups
-        assert not isinstance(llm.engine.pool, GroupedBlockPool)
+        {"tensor_parallel_size": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_settings_without_groups_are_refused_for_models_with_groups(options: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, "qwen2-window")
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"{name} .* cannot be combined with kv_groups") as caught:
+        LLM(tmp_path, device="cpu", threads=1, num_blocks=20, kv_groups=True, **options)
+    assert caught.value.field == name
+
+
+def test_models_without_groups_ignore_the_setting(tmp_path: Path) -> None:
+    tiny_llama(tmp_path)
+    llm = LLM(tmp_path, device="cpu", threads=1, num_blocks=20, kv_groups=True, cache_policy="gdsf")
+    plain = LLM(tmp_path, device="cpu", threads=1, num_blocks=20)
+    assert llm.engine.layout == plain.engine.layout
+    assert type(llm.engine.pool) is BlockPool

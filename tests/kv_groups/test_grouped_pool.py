@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.kv_groups import tail_blocks
-from engine.kv.blocks import BlockPool, Lease, StepFence
+from common.kv_groups import PageOrder, tail_blocks
+from engine.kv.blocks import BlockPin, BlockPool, Lease, StepFence
 from engine.kv.grouped_blocks import NO_PAGE, GroupedBlockPool, GroupedLease, require_window_groups
 
 SIZE, WINDOWS, PAGES = 2, (3, 6), 40
@@ -34,8 +34,33 @@ class Running:
     computed: int
 
 
+@dataclass(eq=False)
+class Incoming:
+    """A prompt whose KV another pod writes."""
+
+    lease: GroupedLease
+    tokens: Tokens
+    order: PageOrder
+    first: int  # First block that is written
+    pin: BlockPin
+
+
+def order_of(tokens: Tokens, boundary: int) -> PageOrder:
+    return PageOrder(-(-len(tokens) // SIZE), tuple(max(0, boundary - tail) for tail in TAILS))
+
+
+def places(order: PageOrder, first: int) -> list[tuple[int, int]]:
+    """Returns block and group of each page of a transfer that begins with block `first`."""
+    return [
+        (block, group)
+        for block in range(first, order.num_blocks)
+        for group in range(1 + len(WINDOWS))
+        if group == 0 or block >= order.window_starts[group - 1]
+    ]
+
+
 class GroupedMachine(RuleBasedStateMachine):
-    """Sequences compute chunks as the scheduler plans them, while others start, fork and end."""
+    """Sequences compute chunks as the scheduler plans them, while others start, fork and end, arrive and are sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +69,8 @@ class GroupedMachine(RuleBasedStateMachine):
         self.content: dict[int, tuple[int, Tokens]] = {}  # Group and tokens up to the last one in the page
         self.running: list[Running] = []
         self.steps: list[StepFence] = []
+        self.incoming: list[Incoming] = []
+        self.pins: list[BlockPin] = []  # Of readers, and of writers whose request has ended
 
     def stored(self, hashes: list[bytes]) -> None:
         assert not self.announced.intersection(hashes)
@@ -147,6 +174,72 @@ class GroupedMachine(RuleBasedStateMachine):
         seq.lease.finish("done")
         self.running.remove(seq)
 
+    @rule(bits=st.lists(st.integers(0, 1), min_size=1, max_size=8), odd=st.booleans())
+    def expect(self, bits: list[int], odd: bool) -> None:
+        """Reserves the pages of a prompt that another pod computes, as a decode pod does."""
+        tokens = tuple(bit for bit in bits for _ in range(SIZE)) + (9,) * odd
+        order = order_of(tokens, (len(tokens) - 1) // SIZE)
+        lease = self.pool.lease(hashes_of(tokens[:-1]), order.num_blocks + 1)
+        if lease is None:
+            return
+        lease, first = require_window_groups(lease), lease.cached_blocks
+        assert lease.cover_transfer(order), "lease() leaves room for these pages"
+        pin = lease.pin_for_write(first, order.num_blocks - first, order.window_starts)
+        assert len(pin.blocks) == len(set(pin.blocks)) == order.num_pages - order.first_page(first)
+        assert order.block_at(order.first_page(first)) == first
+        self.incoming.append(Incoming(lease, tokens, order, first, pin))
+
+    @precondition(lambda self: self.incoming)
+    @rule(data=st.data(), whole=st.booleans())
+    def end_transfer(self, data: Any, whole: bool) -> None:
+        """The KV has arrived, and the sequence continues; or the request ends while the writer may still write."""
+        entry = data.draw(st.sampled_from(self.incoming))
+        self.incoming.remove(entry)
+        if not whole:
+            entry.lease.finish("aborted")
+            self.pins.append(entry.pin)
+            return
+        for page, (block, group) in zip(entry.pin.blocks, places(entry.order, entry.first), strict=True):
+            self.content[page] = group, entry.tokens[: (block + 1) * SIZE]
+        entry.pin.release()
+        entry.lease.publish(hashes_of(entry.tokens))
+        self.check_visible(Running(entry.lease, entry.tokens, 0), len(entry.tokens))
+        for boundary in {len(entry.tokens) // SIZE, (len(entry.tokens) - 1) // SIZE}:
+            assert self.pool.match_prefix(hashes_of(entry.tokens[: boundary * SIZE])) == boundary
+        self.running.append(Running(entry.lease, entry.tokens, len(entry.tokens)))
+
+    @precondition(lambda self: any(seq.computed == len(seq.tokens) for seq in self.running))
+    @rule(data=st.data())
+    def send(self, data: Any) -> None:
+        """Pins a computed prompt, as a prefill pod does at its last chunk."""
+        seq = data.draw(st.sampled_from([seq for seq in self.running if seq.computed == len(seq.tokens)]))
+        order = order_of(seq.tokens, (len(seq.tokens) - 1) // SIZE)
+        pin = seq.lease.pin_for_read(0, order.num_blocks, order.window_starts)
+        for page, (block, group) in zip(pin.blocks, places(order, 0), strict=True):
+            self.check_page(page, group, seq.tokens, block, len(seq.tokens))
+        self.pins.append(pin)
+
+    @rule(bits=st.lists(st.integers(0, 1), min_size=1, max_size=8), data=st.data())
+    def lend(self, bits: list[int], data: Any) -> None:
+        """Pins a cached prefix for a pod that has its first blocks."""
+        tokens = tuple(bit for bit in bits for _ in range(SIZE))
+        hashes, order = hashes_of(tokens), order_of(tokens, len(bits))
+        first = data.draw(st.integers(0, len(bits) - 1))
+        pin = self.pool.pin_prefix(hashes, order.first_page(first))
+        assert (pin is not None) == (self.pool.match_prefix(hashes) == len(hashes))
+        assert self.pool.prefix_pages(len(hashes)) == order.num_pages
+        if pin is not None:
+            for page, (block, group) in zip(pin.blocks, places(order, first), strict=True):
+                self.check_page(page, group, tokens, block, len(tokens))
+            self.pins.append(pin)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data(), part=st.booleans())
+    def release_pin(self, data: Any, part: bool) -> None:
+        pin = data.draw(st.sampled_from(self.pins))
+        pin.release(list(pin.pinned)[:1] if part else None)
+        self.pins = [other for other in self.pins if other.pinned]
+
     @precondition(lambda self: self.steps)
     @rule(data=st.data())
     def end_step(self, data: Any) -> None:
@@ -162,12 +255,28 @@ class GroupedMachine(RuleBasedStateMachine):
     def is_consistent(self) -> None:
         self.pool.check_integrity()
         assert set(self.pool.cached_hashes()) == self.announced
-        if not self.running and not self.steps and not self.pool._copy_sources:
+        assert self.announced == self.expected_announced()
+        written = [page for pin in (*self.pins, *(entry.pin for entry in self.incoming)) for page in pin.pinned]
+        others = {page for seq in self.running for page in seq.lease.all_pages()}
+        assert not others.intersection(page for page in written if self.pool._writers[page])
+        idle = not self.running and not self.steps and not self.incoming and not self.pins
+        if idle and not self.pool._copy_sources:
             assert self.pool.num_available() == PAGES
 
+    def expected_announced(self) -> set[bytes]:
+        """Returns the hashes of the full pages before usable boundaries."""
+        announced: set[bytes] = set()
+        for key, page in self.pool._cache.block_by_hash.items():
+            chain = hashes_of(self.content[page][1]) if len(key) == len(hashes_of((0,) * SIZE)[0]) else []
+            if chain and self.pool.match_prefix(chain) == len(chain):
+                announced.update(chain)
+        return announced
+
     def teardown(self) -> None:
-        for seq in self.running:
+        for seq in (*self.running, *self.incoming):
             seq.lease.finish("end")
+        for pin in (*self.pins, *(entry.pin for entry in self.incoming)):
+            pin.release()
         for step in (*self.steps, self.pool.begin_step()):  # the last one copies from the pages that wait for a step
             step.end()
         self.pool.check_integrity()

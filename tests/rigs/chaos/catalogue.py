@@ -40,9 +40,15 @@ class Case:
         return all(right == text if whole else right.startswith(text) for text, right in pairs)
 
 
-def write_model(directory: Path) -> None:
-    """Writes config.json and a tokenizer in which every token is a word. For load_format dummy: no weights."""
+def write_model(directory: Path, *, window: bool = False) -> None:
+    """Writes config.json and a tokenizer in which every token is a word. For load_format dummy: no weights.
+
+    With `window` the second of the two layers has a window, so the model has KV groups.
+    """
     config = llama(VOCAB, 64, 128, layers=2, heads=4, kv_heads=2, context=MAX_LEN, torch_dtype="float32")
+    if window:
+        config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+        config |= {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     (directory / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(models.BPE(vocab={f"Ġ{_word(i)}": i for i in range(VOCAB)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -56,11 +56,12 @@ _GATEWAY_CODE = ("cli.app", "cli.commands.services", "cli.demo.model", "gateway.
 class ChaosStack:
     """The processes, their proxies and their faults. `running` makes it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, kv_groups: bool) -> None:
         """Plans the stack; `directory` gets the model, the keys and the logs."""
         self.directory, self.model_dir = directory, directory / "model"
         self.model_dir.mkdir(parents=True)
-        write_model(self.model_dir)
+        write_model(self.model_dir, window=kv_groups)
+        self._kv_groups = kv_groups
         self.keys: dict[str, str] = {}  #: API key of each tenant.
         file = KeyFile(directory / "keys.toml")
         for tenant in TENANTS:
@@ -77,9 +78,9 @@ class ChaosStack:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def running(cls, directory: Path) -> AsyncIterator[ChaosStack]:
-        """Yields a stack that is ready, and stops it at the end."""
-        stack = cls(directory)
+    async def running(cls, directory: Path, *, kv_groups: bool = False) -> AsyncIterator[ChaosStack]:
+        """Yields a stack that is ready, and stops it at the end. With `kv_groups` its model has windows."""
+        stack = cls(directory, kv_groups=kv_groups)
         try:
             await stack._start()
             yield stack
@@ -108,6 +109,7 @@ class ChaosStack:
             chunk_tokens=CHUNK,
             max_model_len=MAX_LEN,
             kv_memory=2 << 20,
+            kv_groups=self._kv_groups,
             max_seqs=16,
             api_keys=(str(self.directory / "keys.toml"),),
             log_level="info",
