@@ -97,7 +97,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 #: Headers of answers that a web page of another origin may read.
 EXPOSED_HEADERS = (
-    *("x-request-id", "request-id", "retry-after", REPLAYED),
+    *("x-request-id", "request-id", "retry-after", REPLAYED, "x-baton-tier", "x-baton-max-tokens"),
     *(f"x-ratelimit-{what}-{name}" for name in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
 )
 

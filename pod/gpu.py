@@ -77,6 +77,11 @@ def processor_id(device: torch.device) -> str:
     return _gpu_uuid(device) if device.type == "cuda" else host_boot_id()
 
 
+def card_name(device: torch.device) -> str:
+    """Returns the kind of the processor behind a torch device: the name of the card, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _gpu_uuid(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device.index).uuid}"  # an index would count hidden devices too
 

@@ -19,6 +19,11 @@ DECODE_FIXED_SHARE = 0.5
 #: Small prefill steps that must be measured before a rate is reported. The first steps of a process are slow, and
 #: their time would be taken for the fixed time of every prompt.
 MIN_SMALL_STEPS = 3
+#: A point that took so many times less than the earlier points imply shows that those were measured while the pod was
+#: slow: its kernels compiled, or its machine was busy. They are forgotten. Chunks at the end of a long context take up
+#: to about five times as long as those at its start.
+OUTLIER = 8.0
+OUTLIER_POINTS = 8  #: Points after which a point counts as at most OUTLIER times its prediction.
 FASTEST_POINTS = 64  #: The fastest point is that of at least this many recent points, and of at most twice as many.
 PULL_SHARE = 0.2  # Weight of the newest pull in the mean
 PULL_TTL_S = 120.0  # The measured pull time expires: a long one stops all pulls, and no new pull would correct it
@@ -27,7 +32,8 @@ PULL_TTL_S = 120.0  # The measured pull time expires: a long one stops all pulls
 class LinearFit:
     """y = base + slope * x through recent points. base and slope are never negative.
 
-    A fixed time is part of every point, so base is at most the smallest recent y.
+    A fixed time is part of every point, so base is at most the smallest recent y. A few points of a slow moment do not
+    spoil the line: see OUTLIER. A lasting change is followed, since each point may move the line.
     """
 
     __slots__ = ("_fastest", "_fastest_before", "_n", "_points", "_x", "_xx", "_xy", "_y")
@@ -38,6 +44,15 @@ class LinearFit:
         self._fastest = self._fastest_before = math.inf  # Smallest y of the last points, and of FASTEST_POINTS before
 
     def add_point(self, x: float, y: float) -> None:
+        if self.known:
+            mean_x, mean_y = self._x / self._n, self._y / self._n
+            # No line with a base of at least 0 goes through the mean and below this.
+            if OUTLIER * y < mean_y * min(1.0, x / mean_x):
+                self._n = self._x = self._y = self._xx = self._xy = 0.0
+                self._fastest_before = self._fastest = math.inf
+            elif self._points >= OUTLIER_POINTS:
+                base, slope = self.fit()
+                y = min(y, OUTLIER * max(base + slope * x, self.fastest))
         if self._points % FASTEST_POINTS == 0:
             self._fastest_before, self._fastest = self._fastest, math.inf
         self._fastest = min(self._fastest, y)

@@ -44,7 +44,7 @@ from engine.loop import EngineLoop
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
-from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, gpu_monitor, processor_id, require_mappable_kv
+from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, card_name, gpu_monitor, processor_id, require_mappable_kv
 from pod.health import BROKEN_DRAIN_S, EXIT_BROKEN, PodHealth
 from pod.index import CacheEventRelay, PeerDiscovery, require_free_name
 from pod.limits import PodLimits
@@ -118,7 +118,7 @@ class PodRuntime:
         if tls is not None:
             self.metrics.metrics.certificates["cluster"] = tls.expires_at
         self.metrics.set_pod_info(config.role.value, self.served_name, metadata.version("baton-serving"))
-        self._gpu = gpu_monitor(engine.device)
+        self._gpu, self._card = gpu_monitor(engine.device), card_name(engine.device)
         if self._gpu is not None:
             add_gpu_metrics(self.metrics.metrics, self._gpu)
         self._server = RpcServer(config.host, config.port, tls=tls, interceptors=(CallGuard(signer),))
@@ -434,6 +434,7 @@ class PodRuntime:
             pid=os.getpid(),
             boot_id=host_boot_id(),
             processor=processor_id(self.engine.device),
+            card=self._card,
             ready=self._takes_work,
             stuck=self.watch.stuck,
             step_bound_s=self.watch.step_bound_s(),

@@ -232,6 +232,7 @@ class InfoResponse(_message.Message):
     STUCK_FIELD_NUMBER: _builtins.int
     STEP_BOUND_S_FIELD_NUMBER: _builtins.int
     FIRST_ROLE_FIELD_NUMBER: _builtins.int
+    CARD_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -274,6 +275,8 @@ class InfoResponse(_message.Message):
     """Seconds after which the engine's present step counts as stuck; 0: unknown, or the pod does not watch its loops."""
     first_role: Global___Role.ValueType
     """The role at the pod's start, which is part of the name of its NIXL agent. Unset from older pods, which keep their role."""
+    card: _builtins.str
+    """The kind of processor that computes this pod's steps: the name of its card, or "cpu". Empty from older pods."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout."""
@@ -327,10 +330,11 @@ class InfoResponse(_message.Message):
         stuck: _builtins.str = ...,
         step_bound_s: _builtins.float = ...,
         first_role: Global___Role.ValueType = ...,
+        card: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "first_role", b"first_role", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "step_bound_s", b"step_bound_s", "stuck", b"stuck", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "card", b"card", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "first_role", b"first_role", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "step_bound_s", b"step_bound_s", "stuck", b"stuck", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 from common.errors import ConfigError
 from common.settings import kinds
 from common.settings.table import Settings, about, choice_setting, optional_setting, setting, setting_error
+from common.settings.tiers import Tier, parse_tiers
 from common.types import Role
 
 DEFAULT_SECRET = "baton-loopback-only"
@@ -415,6 +416,12 @@ class ApiSettings(ModelSettings, TraceSettings, section="API"):
         "none (OpenAI's)",
     )
     trace_sample: float = setting(kinds.SHARE, 1.0, "Share of traced requests, if the client does not decide")
+    tier: tuple[str, ...] = setting(
+        kinds.tuple_of(kinds.TIER),
+        (),
+        "Priority tier NAME:PRIORITY:SHARE, with :TOKENS for shorter answers under overload, like batch:-10:0.1:256; "
+        "may be repeated; default: none",
+    )
     cors_origin: tuple[str, ...] = setting(
         kinds.tuple_of(kinds.ORIGIN),
         (),
@@ -430,6 +437,14 @@ class ApiSettings(ModelSettings, TraceSettings, section="API"):
     pod_wait_s: float = setting(
         kinds.seconds(0, 3600), 30.0, "Seconds that a running request waits for lost pods if there are no others"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tiers()
+
+    def tiers(self) -> tuple[Tier, ...]:
+        """Returns the priority tiers, the highest first. Raises ConfigError if two have one name or priority."""
+        return parse_tiers(self.tier)
 
 
 @dataclass(frozen=True, kw_only=True)

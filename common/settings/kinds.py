@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.redis.url import SCHEMES, RedisUrl
+from common.settings.tiers import TIER_PATTERN
 from common.tracing.tracer import parse_trace_target
 from common.types import Role
 
@@ -268,6 +269,7 @@ MODEL_PATH = SettingKind(MODEL.expected, _parse_directory, metavar="DIR")  #: Py
 NAMED_MODEL = text(f"NAME=MODEL, a served name and {MODEL.expected}", r"[^=,/\s][^=,]*=.+", "NAME=MODEL")
 JSON_OBJECT = SettingKind("a JSON object", _parse_json_object, metavar="JSON")
 ALIAS = text("NAME=MODEL, another name and that of a served model", r"[^=,\s][^=,]*=[^=,]+", "NAME=MODEL")
+TIER = text("NAME:PRIORITY:SHARE or NAME:PRIORITY:SHARE:TOKENS", TIER_PATTERN, "NAME:PRIORITY:SHARE")
 SERVICE = text("the name of a Kubernetes Service", r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", "NAME")
 SECRET = text("at least 8 characters", r".{8,}", secret=True)
 DEVICE = text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")

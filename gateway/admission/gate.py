@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from common.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
+from common.settings.tiers import Tier, tier_of
 from gateway.admission.api_keys import Caller
 from gateway.admission.queue import (
     BusySpeed,
@@ -36,7 +37,9 @@ from gateway.admission.queue import (
     ProvenSpeed,
     QueueEntry,
     QueueForecast,
+    WaitOutlook,
 )
+from gateway.admission.tiers import ShortAnswers, TierQueue
 from gateway.telemetry.metrics import GatewayMetrics
 
 _log = logging.getLogger(__name__)
@@ -66,34 +69,7 @@ class GateLimits:
     max_running: int = 0  #: Most requests that run on the pods at once; 0 for any number.
     max_queue: int = 2048  #: Most requests that wait. It bounds the memory; the forecast bounds the time.
     max_ttft_s: float = 0.0  #: Longest time to the first token, forecast or real. 0: only deadlines of requests count.
-
-
-@dataclass(frozen=True, slots=True)
-class _Outlook:
-    """The values from which a wait is forecast, at one moment."""
-
-    now: float
-    pods: PodSpeed
-    pod_queue_s: float  #: Seconds until a pod can start one more prompt; 0 if nothing is measured.
-    left_s: float  #: Work that is left of the requests without a first token.
-    speed: float | None  #: Work per second of the first tokens that came while requests waited; None if unknown.
-    since_turn_s: float  #: Seconds since a request left the queue; 0 if no request waits.
-    #: Expected tokens per second that leave the queue; None unless requests wait until others end.
-    turn_tokens_per_s: float | None
-
-    def wait_s(self, expected_tokens: float, work_s: float) -> float:
-        """Returns the seconds until a pod can start a request. The arguments are sums over the queue ahead of it."""
-        turns_s = self.since_turn_s
-        if self.pods.measured and self.pods.speed > 0:
-            turns_s = max(turns_s, work_s / self.pods.speed)
-        if self.turn_tokens_per_s:
-            turns_s = max(turns_s, expected_tokens / self.turn_tokens_per_s)
-        wait_s = self.pod_queue_s + turns_s
-        return wait_s if not self.speed else max(wait_s, (self.left_s + work_s) / self.speed)
-
-    def compute_s(self, prompt_tokens: int) -> float:
-        """Returns the seconds of computing a prompt; 0 if no rate is measured."""
-        return self.pods.work_s(1, prompt_tokens) if self.pods.measured else 0.0
+    tiers: tuple[Tier, ...] = ()  #: The highest first; () for one queue with all requests.
 
 
 class Gate:
@@ -110,7 +86,8 @@ class Gate:
         self._forecast = forecast
         self._metrics = metrics
         self._clock = clock
-        self._queue = FairQueue()
+        self._queue: FairQueue | TierQueue = TierQueue(limits.tiers) if limits.tiers else FairQueue()
+        self._short_answers = {tier: ShortAnswers() for tier in limits.tiers if tier.max_tokens is not None}
         self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}  #: Set when the entry passes or is evicted.
         self._running = 0  #: Requests that passed and were not released.
         self._outstanding: dict[QueueEntry, None] = {}  #: Running requests without a first token, oldest first.
@@ -134,6 +111,35 @@ class Gate:
     def waiting(self) -> int:
         """Number of waiting requests."""
         return len(self._queue)
+
+    @property
+    def waiting_by_tier(self) -> list[tuple[str, int]]:
+        """The name of each tier and the number of its waiting requests; empty without tiers."""
+        return self._queue.waiting_by_tier() if isinstance(self._queue, TierQueue) else []
+
+    def tier(self, priority: int) -> Tier | None:
+        """Returns the tier of requests of this priority; None without tiers."""
+        tiers = self._limits.tiers
+        return tiers[tier_of(tiers, priority)] if tiers else None
+
+    def answer_limit(self, caller: Caller, priority: int) -> int | None:
+        """Returns the longest answer of a request that comes now, in tokens, because its tier is overloaded.
+
+        None if the tier is not overloaded, or its answers are never shortened.
+        """
+        tier = self.tier(priority)
+        if tier is None or tier.max_tokens is None:
+            return None
+        now = self._clock()
+        wait_s = 0.0
+        if self._queue or not self._pods_have_room():
+            wait_s = self._wait_s(self._entry(caller, priority, 0, 0, math.inf, None), self._look())
+        return tier.max_tokens if self._short_answers[tier].update(wait_s, now) else None
+
+    def count_shortened(self, priority: int) -> None:
+        """Counts a request that got a shorter answer than it asked for."""
+        if (tier := self.tier(priority)) is not None:
+            self._metrics.shortened.labels(tier.name).inc()
 
     async def acquire(
         self,
@@ -161,7 +167,7 @@ class Gate:
             shed: Ends the request with an error if it waits too long at the pods; called at most once.
 
         Raises:
-            Overloaded: The request would wait too long, and requests of its own tenant wait too.
+            Overloaded: The request would wait too long, and requests of its own tenant or of higher tiers wait too.
             Unavailable: The request would wait too long behind other tenants.
             DeadlineExceeded: The deadline passed while the request waited.
         """
@@ -225,7 +231,8 @@ class Gate:
         if entry not in self._outstanding or not ends_per_s:
             raise error
         self._without_room.setdefault(entry)
-        before = next(i for i, waiting in enumerate(self._without_room) if waiting is entry)
+        others = itertools.takewhile(lambda waiting: waiting is not entry, self._without_room)
+        before = sum(waiting.priority >= entry.priority for waiting in others)
         left_s, wait_s = entry.latest - now, (before + 1) / ends_per_s
         if wait_s > left_s:
             self._metrics.rejections.labels("late").inc()
@@ -453,14 +460,14 @@ class Gate:
 
     # -- rejecting
 
-    def _look(self) -> _Outlook:
+    def _look(self) -> WaitOutlook:
         """Returns the values from which waits are forecast now."""
         now, forecast = self._clock(), self._forecast
         pods = self._pod_speed()
         speed = self._speed(now, pods)
         done_s = 0.0 if not speed else speed * self._first_tokens.since_last_s(now)
         turns_s = self._turns.per_s(now) if self._full or self._without_room else None
-        return _Outlook(
+        return WaitOutlook(
             now,
             pods,
             forecast.queue_s(self._unreported_tokens()) if pods.measured else 0.0,
@@ -503,7 +510,7 @@ class Gate:
         self._metrics.rejections.labels("queue").inc()
         return self._rejection(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry, self._look()))
 
-    def _wait_s(self, entry: QueueEntry, look: _Outlook) -> float:
+    def _wait_s(self, entry: QueueEntry, look: WaitOutlook) -> float:
         """Returns the forecast of the seconds until a pod can start a request that comes now."""
         if not self._queue:
             return look.wait_s(0, 0.0)
@@ -511,8 +518,15 @@ class Gate:
         return look.wait_s(ahead.expected_tokens, look.pods.work_s(ahead.requests, ahead.prompt_tokens))
 
     def _rejection(self, entry: QueueEntry, why: str, retry_s: float) -> BatonError:
-        """Returns Overloaded (429) if requests of the same tenant are ahead, else Unavailable (503)."""
+        """Returns Overloaded (429) if requests of the same tenant are ahead, else Unavailable (503).
+
+        A request below the highest tier gets Overloaded too: others may be served when this one is not.
+        """
         retry_s = min(MAX_RETRY_S, max(1.0, retry_s))
+        if (tier := self.tier(entry.priority)) is not None:
+            self._metrics.tier_rejections.labels(tier.name).inc()
+            if tier is not self._limits.tiers[0]:
+                return Overloaded(f"the tier {tier.name} has no capacity left: {why}", retry_after_s=retry_s)
         if not entry.tenant or self._queue.tokens_ahead(entry).own_expected_tokens:
             return Overloaded(f"too many requests at once: {why}", retry_after_s=retry_s)
         return Unavailable(f"the servers are overloaded: {why}", retry_after_s=retry_s)

@@ -54,6 +54,7 @@ class QueueEntry:
     prompts_left: int = 1  #: Its prompts without a first token.
     alone: bool = False  #: No other request was ahead when it passed.
     answered: bool = False  #: A first token has come.
+    reserved_turn: bool = False  #: It left the queue on the reserved share of its tier.
     shed: Callable[[BatonError], None] | None = None  #: Ends the request at the pods.
     late_timer: asyncio.TimerHandle | None = None  #: Calls `Gate._on_late` when the first token is due.
 
@@ -193,6 +194,12 @@ class FairQueue:
         )
         return aged if aged.expected_tokens < ahead.expected_tokens else ahead
 
+    def totals(self) -> TokensAhead:
+        """Returns the sums over all waiting requests."""
+        tenants = self._waiting.values()
+        expected, prompt = sum(t.expected_tokens for t in tenants), sum(t.prompt_tokens for t in tenants)
+        return TokensAhead(expected, prompt, 0, self._size)
+
     def _tokens_ahead(self, entry: QueueEntry, priority: int | None) -> TokensAhead:
         """Returns the tokens ahead of a request that has this priority. None: all turns ignore priorities."""
         own = self._waiting.get(entry.tenant)
@@ -258,6 +265,11 @@ class FairQueue:
         name, tenant = max(self._waiting.items(), key=lambda item: item[1].expected_tokens / item[1].weight)
         if name == entry.tenant or tenant.expected_tokens / tenant.weight <= own_share:
             return None
+        return self.newest_of_largest()
+
+    def newest_of_largest(self) -> QueueEntry:
+        """Returns the newest request of lowest priority of the tenant with the most waiting tokens for its weight."""
+        tenant = max(self._waiting.values(), key=lambda tenant: tenant.expected_tokens / tenant.weight)
         return next(reversed(tenant.levels[min(tenant.levels)]))
 
     def _counter(self, tenant: str) -> float:
@@ -366,6 +378,34 @@ class PodSpeed:
     def work_s(self, requests: int, tokens: int) -> float:
         """Returns the work of several requests that have `tokens` prompt tokens together."""
         return requests * self.request_s + tokens * self.token_s
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOutlook:
+    """The values from which a wait is forecast, at one moment."""
+
+    now: float
+    pods: PodSpeed
+    pod_queue_s: float  #: Seconds until a pod can start one more prompt; 0 if nothing is measured.
+    left_s: float  #: Work that is left of the requests without a first token.
+    speed: float | None  #: Work per second of the first tokens that came while requests waited; None if unknown.
+    since_turn_s: float  #: Seconds since a request left the queue; 0 if no request waits.
+    #: Expected tokens per second that leave the queue; None unless requests wait until others end.
+    turn_tokens_per_s: float | None
+
+    def wait_s(self, expected_tokens: float, work_s: float) -> float:
+        """Returns the seconds until a pod can start a request. The arguments are sums over the queue ahead of it."""
+        turns_s = self.since_turn_s
+        if self.pods.measured and self.pods.speed > 0:
+            turns_s = max(turns_s, work_s / self.pods.speed)
+        if self.turn_tokens_per_s:
+            turns_s = max(turns_s, expected_tokens / self.turn_tokens_per_s)
+        wait_s = self.pod_queue_s + turns_s
+        return wait_s if not self.speed else max(wait_s, (self.left_s + work_s) / self.speed)
+
+    def compute_s(self, prompt_tokens: int) -> float:
+        """Returns the seconds of computing a prompt; 0 if no rate is measured."""
+        return self.pods.work_s(1, prompt_tokens) if self.pods.measured else 0.0
 
 
 class BusySpeed:

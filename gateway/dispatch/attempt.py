@@ -167,6 +167,7 @@ class Attempt:
                     raise
                 _log.info("reserve on %s failed: %s", pod.name, e)
                 self._trace.on_reserve_answer(pod.name, "failed", e.message)
+                placement.record_failure(pod, e)
                 self._release_decode(abort=True)  # the pod may have reserved all the same
                 self.blamed_pods.add(pod.address)
                 pod.recheck()
@@ -317,6 +318,7 @@ class Attempt:
                     self._on_first_token(prefill, event.first_token)
                 elif kind == "handed_off":
                     prefill.handed_off = True
+                    prefill.placement.record_success(pod)
                     self._on_handed_off(event.handed_off)
                 elif kind == "failed":
                     error = error_from_pb(event.failed)
@@ -396,8 +398,12 @@ class Attempt:
         # Either side may have broken the hand-off, unless the prefill pod has no room or is gone.
         if isinstance(error, RoleChanged):
             pod.recheck()
-        elif not isinstance(error, Overloaded) and pod.serving and not self._decode_responded:
-            self._blame_decode()
+        elif not isinstance(error, Overloaded):
+            sure = not pod.serving or self._decode_responded
+            if self._prefill is not None:
+                self._prefill.placement.record_failure(pod, error, sure=sure)
+            if not sure:
+                self._blame_decode(error, sure=False)
         self.token_queue.fail(error)
 
     def _on_prefill_stalled(self, prefill: _Prefill, error: BatonError) -> None:
@@ -446,7 +452,7 @@ class Attempt:
 
     def on_stream_lost(self, error: BatonError) -> None:
         """Fails the attempt: the decode pod will send no more tokens."""
-        self._blame_decode()
+        self._blame_decode(error)
         if isinstance(error, RoleChanged) and self._decode is not None:
             self._decode.recheck()
         self.token_queue.fail(error)
@@ -495,9 +501,11 @@ class Attempt:
         metrics.actual_hits.inc(cached_tokens)
         metrics.hit_error.observe(abs(predicted - cached_tokens))
 
-    def _blame_decode(self) -> None:
+    def _blame_decode(self, error: BatonError, *, sure: bool = True) -> None:
         if self._decode is not None:
             self.blamed_pods.add(self._decode.address)
+            if self._placement is not None:
+                self._placement.record_failure(self._decode, error, sure=sure)
 
     # -- the end
 
@@ -514,6 +522,8 @@ class Attempt:
         drafts = {"baton.drafts_proposed": self.drafts_proposed, "baton.drafts_accepted": self.drafts_accepted}
         self._trace.end(None if error is None else error.message, drafts)
         self._metrics.duplicates.inc(self.token_queue.take_duplicates())
+        if self.token_queue.complete and self._placement is not None:
+            self._placement.record_success(self._placement.decode)
         self._release_decode(abort=not self.token_queue.complete or self._hand_off_failed)
         if not self.token_queue.complete and self._prefill is not None:
             self._prefill.task.cancel()

@@ -333,6 +333,7 @@ class Pod:
         self.info, self.activity = info, PodActivity.from_pb(pb)
         self._reports_load = pb.HasField("load")
         self.view.pulls, self.view.late_targets, self.view.processor = pb.pulls, pb.late_targets, pb.processor
+        self.view.card = pb.card
         self.view.pair_rates = {pair.pod: pair.gb_s * 1e9 for pair in pb.pairs if pair.gb_s > 0}
         self.view.pair_troubles = {pair.pod: (pair.generation, pair.trouble) for pair in pb.pairs if pair.trouble}
         if self._reports_load:

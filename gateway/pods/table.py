@@ -23,9 +23,10 @@ from common.errors import IndexUnavailable, Unavailable, describe
 from common.pb import control_pb2
 from common.tls import TlsFiles
 from common.types import Role
+from gateway.pods.fitness import compare_speeds
 from gateway.pods.info import ModelLimits, PodInfo
 from gateway.pods.pod import Pod
-from gateway.pods.view import fill_in_from_peers
+from gateway.pods.view import PodView, fill_in_from_peers
 from prefix_index.reader import IndexReader
 
 POLL_PERIOD_S = 0.5  #: Period in which the index is read.
@@ -280,11 +281,23 @@ class PodTable:
                 _log.exception("prefix index: cannot be read")
                 self._set_index_up(False, describe(e))
             self._usable_cache = None  # draining pods and the mean rates of peers may have changed
+            self._find_slow_pods()
             await asyncio.sleep(POLL_PERIOD_S)
             try:
                 self._log_state()
             except Exception:
                 _log.exception("the state of the pods cannot be logged")
+
+    def _find_slow_pods(self) -> None:
+        """Compares the measured rates of the pods of each layout."""
+        for pods in self._usable().layouts.values():
+            for view in compare_speeds([pod.view for pod in pods if pod.view], time.monotonic()):
+                what = "slower than" if view.slowness.slow else "of the time of"
+                _log.warning("pod %s is now %.1f times %s its peers", view.name, view.slowness.ratio, what)
+
+    def views(self) -> list[PodView]:
+        """Returns the views of all pods that answer."""
+        return [pod.view for pod in self.pods.values() if pod.view is not None and pod.alive]
 
     def _set_index_up(self, up: bool, why: str = "") -> None:
         self._index_error = why

@@ -8,11 +8,12 @@ So reading the queue of a pod is O(1). Times are seconds of one clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from common.types import PodLoad, Role
+from gateway.pods.fitness import Breaker, Slowness
 
 # Assumed until the pod or its peers have measured.
 DEFAULT_PREFILL_RATE = 2000.0  #: Prompt tokens per second.
@@ -109,6 +110,9 @@ class PodView:
     #: Why the pod cannot send KV to other pods: by receiver, its generation (0: any) and the cause.
     pair_troubles: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     processor: str = ""  #: The processor that computes the pod's steps; empty while unknown.
+    card: str = ""  #: The kind of this processor; empty from older pods.
+    breaker: Breaker = field(default_factory=Breaker)
+    slowness: Slowness = field(default_factory=Slowness)
     late_targets: bool = False  #: The pod computes a prompt before SetTarget says where the KV goes.
 
     def apply_report(self, load: PodLoad, now: float) -> None:
@@ -129,6 +133,15 @@ class PodView:
         self.prefill_bookings.mark_reported(now - DISPATCH_DELAY_S)
         self.decode_bookings.mark_reported(now - DISPATCH_DELAY_S)
 
+    def takes_requests(self, now: float) -> bool:
+        """Returns whether the pod may get one more request though others could take it."""
+        return self.breaker.allows(now) and self.slowness.allows(now)
+
+    def on_sent(self, request_id: str, now: float) -> None:
+        """A request goes to the pod."""
+        self.breaker.on_sent(request_id, now)
+        self.slowness.on_sent(now)
+
     def queue_s(self, now: float) -> float:
         """Returns the seconds until the pod can start a new prompt."""
         waiting = (self.prefill_bookings.unreported_tokens + self.foreign_tokens) * self.prefill_s_per_token
@@ -148,6 +161,11 @@ class PodView:
             return self.num_blocks
         booked = self.decode_bookings
         return self.load.free_blocks - booked.unreported_tokens // self.block_size - booked.unreported_count
+
+
+def fit_views(views: Sequence[PodView], now: float) -> Sequence[PodView]:
+    """Returns the pods that may get a request: all of them if each fails or is much too slow."""
+    return [view for view in views if view.takes_requests(now)] or views
 
 
 def fill_in_from_peers(views: Collection[PodView]) -> None:

@@ -15,10 +15,20 @@ The first two are counted in the pods' views and, for other gateways, in the pre
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from common.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    RoleChanged,
+)
 from common.types import RemotePrefillCost, Role
 from gateway.pods.pod import Pod
 from gateway.routing.local_index import ANY_POD, ApproxIndex, InFlightPrompts
@@ -27,6 +37,11 @@ from gateway.routing.policy import PodOption, PullOffer
 AMPLE_FREE_SHARE = 0.125  #: A decode pod with this share of its pool free almost surely has room for a prompt.
 #: After the first token a prompt stays in flight until the index has its blocks and cached look-ups have expired.
 INFLIGHT_LINGER_S = 0.2
+
+#: Errors of a request for which the pod that sent them is not to blame.
+_NOT_BY_PODS = (InvalidRequest, Overloaded, RoleChanged, DeadlineExceeded, Cancelled)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,10 @@ class Placement:
     @property
     def _computing_pod(self) -> ChosenPod:
         return self.chosen_prefill or self.chosen_decode
+
+    @property
+    def _chosen(self) -> list[ChosenPod]:
+        return [self.chosen_decode] if self.chosen_prefill is None else [self.chosen_decode, self.chosen_prefill]
 
     @property
     def predicted_hit_tokens(self) -> int:
@@ -114,6 +133,8 @@ class Placement:
         )
         computing.option.view.prefill_bookings.add(self.request_id, computing.option.missing_tokens, now)
         self.inflight.add(self.request_id, computing.option.view.name, self.hashes)
+        for chosen in self._chosen:
+            chosen.option.view.on_sent(self.request_id, now)
 
     def rebook(self, decode: ChosenPod, prefill: ChosenPod | None) -> None:
         """Books other pods instead, before anything was sent."""
@@ -127,6 +148,7 @@ class Placement:
             return
         prefill, self.chosen_prefill = self.chosen_prefill, None
         prefill.option.view.prefill_bookings.remove(self.request_id)
+        prefill.option.view.breaker.on_end(self.request_id)
         self.unbook_shared(self.request_id, [prefill.pod])
         view, tokens = self.chosen_decode.option.view, self.chosen_decode.option.missing_tokens
         view.prefill_bookings.add(self.request_id, tokens, time.monotonic())
@@ -164,7 +186,27 @@ class Placement:
     def _release_local(self) -> None:
         """Ends the bookings in this gateway, not those in the index."""
         self.chosen_decode.option.view.decode_bookings.remove(self.request_id)
+        for chosen in self._chosen:
+            chosen.option.view.breaker.on_end(self.request_id)
         if self._computing:
             self._computing_pod.option.view.prefill_bookings.remove(self.request_id)
             self.inflight.remove(self.request_id)
         self._booked = self._computing = False
+
+    # -- what the pods' breakers learn
+
+    def record_success(self, pod: Pod) -> None:
+        """The pod has done its part of the request."""
+        for chosen in self._chosen:
+            if chosen.pod is pod:
+                chosen.option.view.breaker.on_success(self.request_id, time.monotonic())
+
+    def record_failure(self, pod: Pod, error: BatonError, *, sure: bool = True) -> None:
+        """The pod failed the request, unless the error is of the request. `sure`: no other pod may be to blame."""
+        if isinstance(error, _NOT_BY_PODS) and not isinstance(error, ModelNotFound):
+            return
+        for chosen in self._chosen:
+            if chosen.pod is pod:
+                view = chosen.option.view
+                if view.breaker.on_failure(self.request_id, time.monotonic(), 1.0 if sure else 0.5):
+                    _log.warning("pod %s fails too many requests and gets fewer, the last: %s", view.name, error)

@@ -268,14 +268,14 @@ def _mean_step(views: Sequence[PodView]) -> tuple[float, float]:
 
 
 def _step(view: PodView, mean_step: tuple[float, float]) -> tuple[float, float]:
-    """Returns the step_s and step_slope_s to assume for a pod: the mean, unless the pod is clearly other hardware.
+    """Returns the step_s and step_slope_s to assume for a pod: the mean, unless it is slow or clearly other hardware.
 
     Equal machines measure different steps, because they ran different batches. Over a whole answer that difference
     would outweigh the KV that one of them holds. A small true difference shows up as load: a slower pod keeps its
     sequences longer.
     """
     own, mean = view.step_s + view.step_slope_s, mean_step[0] + mean_step[1]
-    same = mean <= own * SAME_HARDWARE_RATIO and own <= mean * SAME_HARDWARE_RATIO
+    same = not view.slowness.slow and mean <= own * SAME_HARDWARE_RATIO and own <= mean * SAME_HARDWARE_RATIO
     return mean_step if same else (view.step_s, view.step_slope_s)
 
 

@@ -27,7 +27,7 @@ from common.types import Role, ValidRequest
 from gateway.pods.info import PodInfo
 from gateway.pods.pod import Pod
 from gateway.pods.table import PodTable
-from gateway.pods.view import DISPATCH_DELAY_S, PodView
+from gateway.pods.view import DISPATCH_DELAY_S, PodView, fit_views
 from gateway.routing.local_index import ANY_POD, ApproxIndex, InFlightPrompts
 from gateway.routing.placement import ChosenPod, Placement
 from gateway.routing.policy import (
@@ -365,12 +365,12 @@ class RoutingPlan:
         )
 
 
-def _views(pods: Sequence[Pod], avoided: Collection[str]) -> list[PodView]:
-    """Returns the views of the pods that are not avoided, or of all pods if there are no others."""
+def _views(pods: Sequence[Pod], avoided: Collection[str]) -> Sequence[PodView]:
+    """Returns the views of the pods that are fit and not avoided. Avoided and unfit pods are the last resort."""
     views = [pod.view for pod in pods if pod.view is not None]
-    if not avoided:
-        return views
-    return [view for view in views if view.address not in avoided] or views
+    if avoided:
+        views = [view for view in views if view.address not in avoided] or views
+    return fit_views(views, time.monotonic())
 
 
 def _chosen_pods(pods: Mapping[str, Pod], options: Sequence[PodOption]) -> tuple[ChosenPod, ChosenPod | None]:

@@ -92,7 +92,10 @@ class Gateway:
         self.id = f"gateway-{secrets.token_hex(8)}"
         signer = Signer(settings.secret.encode(), GATEWAY, self.id, time.time_ns())
         gate_limits = GateLimits(
-            max_running=settings.max_running, max_queue=settings.max_queue, max_ttft_s=settings.max_ttft_s
+            max_running=settings.max_running,
+            max_queue=settings.max_queue,
+            max_ttft_s=settings.max_ttft_s,
+            tiers=settings.tiers(),
         )
 
         tls = TlsFiles.of_directory(settings.tls_dir, "gateway")
@@ -126,6 +129,10 @@ class Gateway:
 
         self.models = ModelRegistry([served_model(text) for text in processors], settings.aliases())
         self.metrics.watch_queue(lambda: [((model.name,), model.gate.waiting) for model in self.models])
+        self.metrics.watch_tiers(
+            lambda: [((m.name, tier), n) for m in self.models for tier, n in m.gate.waiting_by_tier]
+        )
+        self.metrics.watch_fitness(lambda: [(m.name, view) for m in self.models for view in m.pod_table.views()])
         self.metrics.watch_ready(lambda: self.ready)
         self.metrics.watch_pods(self._pods_by_state)
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=limits_timeout_s)
@@ -405,6 +412,7 @@ class Gateway:
             spec, model=model.name, priority=priority, cache_priority=kept, cache_salt=salt, sampling=sampling
         )
         deadline, timeline, affinity = context.deadline, context.timeline, context.affinity
+        answer_limit = context.enter_tier(model.gate, priority)
         choices: list[Choice] = []
         for number, ids in enumerate(prompts):
             if number % PROMPTS_PER_LOOP_TURN == PROMPTS_PER_LOOP_TURN - 1:
@@ -421,6 +429,8 @@ class Gateway:
                 prompt_field=prompt_field,
                 bad_words=bad_words,
             )
+            if answer_limit is not None:
+                request = context.shorten(request, answer_limit, model.gate)
             timeline.mark("tokenized", prompt_tokens=request.prompt_len)
             dispatch = Dispatch(
                 model.router,

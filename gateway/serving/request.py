@@ -16,6 +16,7 @@ from common.errors import BatonError, ContextOverflow, InvalidRequest, Overloade
 from common.grammar.compiler import GrammarSource
 from common.types import Grammar, SamplingParams, ValidRequest
 from gateway.admission.api_keys import Caller
+from gateway.admission.gate import Gate
 from gateway.admission.limiter import LimitReservation
 from gateway.admission.queue import QueueEntry
 from gateway.pods.info import ModelLimits
@@ -333,6 +334,26 @@ class RequestContext:
         self._task = task
         if self.abort_error is not None:
             task.cancel()
+
+    def enter_tier(self, gate: Gate, priority: int) -> int | None:
+        """Names the request's tier in the answer's headers. Returns the longest answer if the tier is overloaded."""
+        tier = gate.tier(priority)
+        if tier is None:
+            return None
+        self.response_headers["x-baton-tier"] = tier.name
+        return gate.answer_limit(self.caller, priority)
+
+    def shorten(self, request: ValidRequest, answer_limit: int, gate: Gate) -> ValidRequest:
+        """Returns `request` with at most `answer_limit` output tokens, but at least its min_tokens."""
+        sampling, headers = request.sampling, self.response_headers
+        limit = max(answer_limit, sampling.min_tokens)
+        if sampling.max_tokens <= limit:
+            return request
+        if "x-baton-max-tokens" not in headers:
+            gate.count_shortened(request.priority)
+            self.timeline.set_facts(max_tokens_lowered_to=limit)
+        headers["x-baton-max-tokens"] = str(limit)
+        return replace(request, sampling=replace(sampling, max_tokens=limit))
 
     def on_wait(self) -> None:
         """The request begins to wait in the gate."""

@@ -6,6 +6,8 @@ row to the table in docs/operations.md. tests/integration/test_metric_names.py c
 
 from __future__ import annotations
 
+import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter
@@ -14,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 
 from common.errors import SERVER_FAULTS
 from common.telemetry import LATENCY_BUCKETS, Metrics, UnlabeledHistogram
+from gateway.pods.view import PodView
 
 _FAST_US = (50, 100, 150, 200, 300, 400, 500, 600, 800, 1000, 1200, 1500, 2000, 2500, 5000, 10_000, 25_000, 50_000)
 FAST_BUCKETS = (*(us / 1e6 for us in _FAST_US), 0.1, 1.0)
@@ -53,6 +56,8 @@ class GatewayMetrics:
             self.stalled.labels(role)
         self.stuck_loops = m.add_stuck_loops(["event_loop"])
         self.rejections = m.counter("rejections", "Requests refused for load or by a limit", ["by"])
+        self.tier_rejections = m.counter("tier_rejections", "Requests that the gate refused, by tier", ["tier"])
+        self.shortened = m.counter("tier_shortened", "Requests with a shorter answer, because of overload", ["tier"])
         self.refusal = m.histogram(
             "refusal_seconds", "Head of a request to its sent refusal (429, 503)", ["stage"], REFUSAL_BUCKETS
         )
@@ -93,6 +98,10 @@ class GatewayMetrics:
         """Exports the queue lengths: `waiting` returns ((model,), requests in its queue) for every model."""
         self.base.sampled_gauge("admission_waiting", "Requests in the gateway's queue", waiting, ["model"])
 
+    def watch_tiers(self, waiting: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
+        """Exports the queue lengths of tiers: `waiting` returns ((model, tier), requests) for every combination."""
+        self.base.sampled_gauge("tier_waiting", "Requests in the gateway's queue by tier", waiting, ["model", "tier"])
+
     def watch_ready(self, ready: Callable[[], bool]) -> None:
         """Exports the readiness: `ready` returns whether requests can be answered."""
         self.base.sampled_gauge("gateway_ready", "1 while requests can be answered", lambda: [((), float(ready()))])
@@ -101,6 +110,23 @@ class GatewayMetrics:
         """Exports the numbers of pods: `pods` returns ((model, role, state), number of pods) for every combination."""
         self.base.sampled_gauge(
             "pods", "Pods known to this gateway by model, role and state", pods, ["model", "role", "state"]
+        )
+
+    def watch_fitness(self, views: Callable[[], Iterable[tuple[str, PodView]]]) -> None:
+        """Exports the breakers and slow pods: `views` returns (model, view) for every pod that answers."""
+
+        def breakers() -> Iterable[tuple[tuple[str, ...], float]]:
+            now = time.monotonic()
+            return _count((m, v.role.value, v.breaker.state(now).value) for m, v in views())
+
+        self.base.sampled_gauge(
+            "pod_breakers", "Pods by the state of their breaker", breakers, ["model", "role", "state"]
+        )
+        self.base.sampled_gauge(
+            "slow_pods",
+            "Pods that are much slower than their peers",
+            lambda: _count((m, v.role.value) for m, v in views() if v.slowness.slow),
+            ["model", "role"],
         )
 
     def set_index_mode(self, mode: str) -> None:
@@ -158,6 +184,10 @@ class _VisibleMetrics(CollectorRegistry):
                 s for s in family.samples if "tenant" not in s.labels or self._may_see(s.labels["tenant"])
             ]
             yield family
+
+
+def _count(labels: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], float]]:
+    return [(each, float(number)) for each, number in Counts(labels).items()]
 
 
 def _values(counter: Counter) -> list[tuple[Mapping[str, str], float]]:

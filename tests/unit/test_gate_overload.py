@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
+from common.settings.tiers import Tier
 from gateway.admission.api_keys import ANONYMOUS, Caller
 from gateway.admission.gate import (
     LATE_CHECK_S,
@@ -76,6 +77,8 @@ class Outcome:
     kind: str  #: ok, refused (on arrival), shed (while it waited), late (shed at the pods), deadline or left
     seconds: float  #: Until the first token, or until it ended.
     alone: bool = False
+    priority: int = 0
+    limited: bool = False  #: Its tier was overloaded when it came, so its answer was shortened.
 
 
 @dataclass
@@ -86,7 +89,7 @@ class Simulation:
     most_outstanding: int = 0
 
     @classmethod
-    def of(cls, pods: SimulatedPods, **limits: float) -> Simulation:
+    def of(cls, pods: SimulatedPods, **limits: Any) -> Simulation:
         bounds: dict[str, Any] = {"max_ttft_s": LIMIT_S, **limits}
         return cls(pods, Gate(GateLimits(**bounds), pods, GatewayMetrics(), asyncio.get_running_loop().time))  # type: ignore[arg-type]
 
@@ -115,6 +118,7 @@ class Simulation:
             task.cancel()
 
         kind, used, retry_s = "ok", 0, 1.0
+        limited = gate.answer_limit(caller, priority) is not None
         try:
             entry = await gate.acquire(
                 caller,
@@ -144,7 +148,8 @@ class Simulation:
                 gate.release(entry, used)
         assert 1 <= retry_s <= 60
         seconds = first_s if used else loop.time() - began
-        self.outcomes.append(Outcome(caller, tokens, kind, seconds, entry is not None and entry.alone))
+        alone = entry is not None and entry.alone
+        self.outcomes.append(Outcome(caller, tokens, kind, seconds, alone, priority, limited))
 
     async def load(self, per_s: float, seconds: float, make: Callable[[], dict[str, Any]]) -> None:
         """Sends requests at even times, and waits for their ends."""
@@ -394,3 +399,77 @@ def test_a_request_is_refused_before_its_text_is_read_only_if_it_would_be_late_i
         simulation.check_empty()
 
     run_virtual(run())
+
+
+TIERS = (Tier("gold", 10, 0.6), Tier("standard", 0, 0.3), Tier("batch", -10, 0.1, 64))
+
+
+def tiered(loads: dict[int, float], seconds: float = 60.0) -> Simulation:
+    """Runs clients of each priority, with so many times the capacity of 5 requests a second."""
+
+    async def run() -> Simulation:
+        simulation = Simulation.of(SimulatedPods(1000.0), tiers=TIERS)
+        rng = random.Random(3)
+        await asyncio.gather(
+            *[
+                simulation.load(
+                    5 * load,
+                    seconds,
+                    lambda p=priority: {  # type: ignore[misc]
+                        "tokens": rng.randrange(100, 300),
+                        "priority": p,
+                        "caller": Caller(tenant=str(p), key_id=str(p)),
+                    },
+                )
+                for priority, load in loads.items()
+            ]
+        )
+        simulation.check_empty()
+        return simulation
+
+    return run_virtual(run())
+
+
+def served(simulation: Simulation, priority: int) -> list[Outcome]:
+    return [o for o in simulation.outcomes if o.priority == priority and o.kind == "ok"]
+
+
+def test_a_flood_of_a_low_tier_does_not_hurt_the_tiers_above() -> None:
+    alone, flooded = tiered({10: 0.4, 0: 0.2}), tiered({10: 0.4, 0: 0.2, -10: 20.0})
+    for priority in (10, 0):
+        assert len(served(flooded, priority)) == len(served(alone, priority))
+        assert max(o.seconds for o in served(flooded, priority)) <= 5.0
+        assert not any(o.limited for o in served(flooded, priority))
+    batch = [o for o in flooded.outcomes if o.priority == -10]
+    rest = 5 * 60 * (1 - 0.6)
+    assert len(served(flooded, -10)) >= 0.8 * rest  # it borrows what the others leave
+    # Its answers became shorter before its requests were refused.
+    first_refused = next(i for i, o in enumerate(batch) if o.kind != "ok")
+    assert any(o.limited for o in batch[: first_refused + 1])
+    assert {o.kind for o in batch} <= {"ok", "refused", "shed", "late"}
+
+
+def test_each_tier_gets_its_share_if_all_ask_for_too_much() -> None:
+    simulation = tiered({10: 2.0, 0: 2.0, -10: 2.0}, 120.0)
+    tokens = {priority: sum(o.tokens for o in served(simulation, priority)) for priority in (10, 0, -10)}
+    total = sum(tokens.values())
+    assert total >= 0.9 * 1000 * 120
+    for tier in TIERS:
+        assert tokens[tier.priority] / total == pytest.approx(tier.share, abs=0.05)
+
+
+async def test_a_low_tier_is_refused_with_429_though_its_tenant_has_no_other_request() -> None:
+    simulation, now = Simulation.of(SimulatedPods(10.0), tiers=TIERS), asyncio.get_running_loop().time()
+    gold, other = (Caller(tenant=name, key_id=name) for name in "go")
+    tasks = [asyncio.create_task(simulation.request(10, gold, priority=10)) for _ in range(8)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert simulation.gate.waiting > 2
+    for priority, error in ((-10, Overloaded), (5, Overloaded), (10, Unavailable)):
+        with pytest.raises(error) as refused:
+            simulation.gate.refuse_if_late(other, priority, now + 0.2, now)
+        assert refused.value.retry_after_s is not None
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks)
+    simulation.gate.stop()

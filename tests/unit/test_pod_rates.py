@@ -120,3 +120,40 @@ def test_the_fixed_time_is_at_most_that_of_the_fastest_recent_step(steps: list[t
     assert rates.decode_fit()[0] <= fastest
     assert rates.transfer_fit()[1] <= fastest
     assert all(part >= 0 for part in (*rates.prefill_fit(), *rates.decode_fit(), *rates.transfer_fit()))
+
+
+@pytest.mark.parametrize("slow_steps", [1, 3, 12])
+def test_steps_of_a_cold_pod_do_not_spoil_its_rates(slow_steps: int) -> None:
+    """Kernels compile, and the machine is busy: the first steps take 20 s. The forecast must not be minutes."""
+    rates = PodRates(256)
+    for _ in range(slow_steps):
+        rates.observe_step(256, 0, 20.0)
+        rates.observe_step(0, 4, 5.0)
+        rates.observe_hand_off(256, 3.0)
+    for _ in range(3):
+        rates.observe_step(256, 0, 0.25)
+        rates.observe_step(0, 4, 0.02)
+        rates.observe_hand_off(256, 0.01)
+    assert rates.prefill_s(256) == pytest.approx(0.25, rel=0.1)
+    assert rates.prefill_fit()[0] == pytest.approx(1024, rel=0.1)
+    assert sum(rates.decode_fit()) == pytest.approx(0.0125, rel=0.1)  # half the step does not grow with sequences
+    assert rates.transfer_fit()[0] == pytest.approx(25_600, rel=0.1)
+
+
+def test_a_small_step_shows_that_a_large_one_was_slow_for_another_reason() -> None:
+    rates = PodRates(256)
+    rates.observe_step(256, 0, 20.0)
+    for _ in range(3):
+        rates.observe_step(64, 0, 0.07)
+    assert rates.prefill_estimate_s(256) < 0.5
+
+
+def test_one_slow_step_later_hardly_changes_the_rates_but_a_lasting_change_does() -> None:
+    rates = PodRates(256)
+    for _ in range(50):
+        rates.observe_step(256, 0, 0.25)
+    rates.observe_step(256, 0, 60.0)
+    assert rates.prefill_s(256) < 0.35
+    for _ in range(120):
+        rates.observe_step(256, 0, 5.0)
+    assert rates.prefill_s(256) == pytest.approx(5.0, rel=0.1)
