@@ -39,6 +39,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import gpu_start_lock, make_current, require_memory
 from engine.kv.blocks import CacheCallbacks
+from engine.kv.disk_copier import start_disk_tier
 from engine.kv.grouped_blocks import make_block_pool
 from engine.kv.host_copier import HostCopier, HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
@@ -172,7 +173,12 @@ class Engine:
             num_host_blocks = self.pool.host_tier.num_host_blocks
             self.host_memory = self._builder.host_pool(self.kv, num_host_blocks, checksums=config.checksums)
             copier = HostCopier(self.pool.host_tier, self.host_memory, checksums=config.checksums)
-            self._stop_copier = weakref.finalize(self, copier.stop)
+            stops = [copier.stop]
+            if config.disk_cache is not None:
+                size = config.disk_cache_size
+                disk = start_disk_tier(Path(config.disk_cache), size, self.layout, self.pool, copier, callbacks)
+                stops = [copier.stop] if disk is None else [disk.stop, copier.stop]
+            self._stop_copier = weakref.finalize(self, lambda: [stop() for stop in stops])
 
     def _allocate(self, limits: SchedulerConfig, draft: DraftSource | None, callbacks: CacheCallbacks) -> None:
         """Loads the weights, and makes the KV pool, block pool, scheduler and runner."""
@@ -220,7 +226,7 @@ class Engine:
             self._compile_kernels()
 
     def close(self) -> None:
-        """Ends the copier of the host tier and the other ranks. No step may be in flight. Idempotent."""
+        """Ends the host tier, the disk tier and the other ranks. No step may be in flight. Idempotent."""
         self._stop_copier()
         self._close_ranks()
 

@@ -129,6 +129,14 @@ class EngineSettings(Settings, section="Engine"):
         ("lru", "gdsf", "s3fifo"),
         "Which cached block is evicted first: the least recently used (lru), or by frequency too (gdsf, s3fifo)",
     )
+    disk_cache: str | None = optional_setting(
+        kinds.text("a directory", r".+", "DIR"),
+        "Directory on a local NVMe disk for KV blocks that leave the host tier, kept over restarts; needs host_cache; "
+        "default: none",
+    )
+    disk_cache_size: int = setting(
+        kinds.size(0), 64 << 30, "Bytes of each pod in --disk-cache, like 500GiB; default: 64GiB"
+    )
     cache_pin: int = setting(kinds.size(0), 0, "KV bytes that requests may pin in each pool, like 4GiB; default: 0")
     kv_groups: bool = setting(
         kinds.BOOL,
@@ -243,6 +251,11 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         if nodes > 1 and self.tensor_parallel_master is None:
             raise setting_error("tensor_parallel_master", f"{nodes} nodes need the address of rank 0")
         self._check_deterministic()
+        if self.disk_cache is not None and size > 1:
+            problem = f"disk_cache {self.disk_cache} cannot be combined with tensor_parallel_size {size}"
+            raise ConfigError(f"{problem}: each rank has its own part of a block", field="disk_cache")
+        if self.disk_cache is not None and not self.host_cache:
+            raise setting_error("disk_cache", "needs host_cache: blocks go to the disk by way of host memory")
 
     def _check_deterministic(self) -> None:
         """Raises ConfigError for settings with which bits would depend on the batch, or are not proven."""

@@ -19,15 +19,17 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
 from common.errors import BatonError, InternalError
 from common.kv_groups import PageOrder
 from common.types import PoolCounts
+from engine.kv.disk_tier import NO_LOAD, DiskLoad, DiskTier, DiskTierStats
 from engine.kv.eviction import Retention
 from engine.kv.host_tier import HostLoad, HostTier, HostTierStats, SavedPartialBlock
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
+from engine.kv.segment_store import SegmentStore
 
 AVAILABLE_SHARE = 8  # With a host tier, copies keep 1 / AVAILABLE_SHARE of the blocks free or evictable
 
@@ -39,6 +41,8 @@ class CacheCallbacks(TypedDict, total=False):
     on_evicted: HashesCallback  # Gets hashes that a match no longer finds, children first, before blocks are reused
     on_host_stored: HashesCallback  # Gets hashes that the host tier gained
     on_host_evicted: HashesCallback  # Gets hashes that the host tier lost
+    on_disk_stored: HashesCallback  # As for the host; called under the lock of the disk tier's files
+    on_disk_evicted: HashesCallback
 
 
 def _no_callback(hashes: list[bytes]) -> None:
@@ -86,6 +90,7 @@ class BlockPool:
         self._copy_sources: list[int] = []  # Blocks that the planned step copies from, with one hold on each
         self._on_stored = callbacks.get("on_stored", _no_callback)
         self._on_evicted = callbacks.get("on_evicted", _no_callback)
+        self.disk_tier: DiskTier | None = None
         self.host_tier: HostTier | None = None
         if host_blocks:
             self.host_tier = HostTier(
@@ -98,6 +103,19 @@ class BlockPool:
                 on_stored=callbacks.get("on_host_stored", _no_callback),
                 on_evicted=callbacks.get("on_host_evicted", _no_callback),
             )
+
+    def attach_disk_tier(self, store: SegmentStore) -> DiskTier:
+        """Puts a disk tier behind the host tier. Call it once, before the first lease."""
+        host_tier = self.host_tier
+        assert host_tier is not None
+        self.disk_tier = DiskTier(self.lock, self._cache, host_tier, store, self.block_size)
+        host_tier.disk_tier = self.disk_tier
+        host_tier.pin_for_read = lambda blocks: BlockPin(self, blocks, is_writer=False).release_locked
+        return self.disk_tier
+
+    def load_from_disk(self, hashes: Sequence[bytes], compute_s: Callable[[int], float] | None = None) -> DiskLoad:
+        """Starts to read what follows the cached prefix of `hashes`, see DiskTier.load; done without a disk tier."""
+        return NO_LOAD if self.disk_tier is None else self.disk_tier.load(hashes, compute_s)
 
     def pages_for(self, num_tokens: int) -> int:
         """Returns the number of blocks that a sequence of `num_tokens` tokens needs."""
@@ -219,14 +237,24 @@ class BlockPool:
         with self.lock:
             return [] if self.host_tier is None else self.host_tier.hashes()
 
+    def disk_hashes(self) -> list[bytes]:
+        """Returns all hashes in the disk tier."""
+        return [] if self.disk_tier is None else self.disk_tier.store.hashes()
+
+    def disk_stats(self) -> DiskTierStats | None:
+        """Returns the counts of the disk tier; None without one."""
+        return None if self.disk_tier is None else self.disk_tier.stats()
+
     def host_stats(self) -> HostTierStats | None:
         """Returns the counts of the host tier; None without one."""
         with self.lock:
             return None if self.host_tier is None else self.host_tier.stats()
 
     def reset_prefix_cache(self) -> int:
-        """Evicts all evictable blocks and empties the host tier; returns the number of blocks evicted from the pool."""
+        """Evicts all evictable blocks and empties the other tiers; returns the number of evicted blocks."""
         with self.lock:
+            if self.disk_tier is not None:
+                self.disk_tier.clear()
             if self.host_tier is not None:
                 self.host_tier.clear()
             evicted = self._evict(len(self._cache.evictable))
@@ -328,6 +356,7 @@ class BlockPool:
         """Returns the defects, one sentence each."""
         defects = self._cache.inconsistencies()
         defects += [] if self.host_tier is None else self.host_tier.inconsistencies()
+        defects += [] if self.disk_tier is None else self.disk_tier.store.inconsistencies()
         users = [*(lease.all_pages() for lease in self._leases), *(fence.blocks for fence in self._fences)]
         for kind, actual, holders in (
             ("hold", self._holds, [*users, self._copy_sources]),

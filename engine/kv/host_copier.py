@@ -28,32 +28,39 @@ class HostCopier:
 
     def __init__(self, host_tier: HostTier, memory: HostKVPool, *, checksums: bool = False) -> None:
         """Starts the thread. With `checksums` it compares a CRC-32 of each block before and after its time there."""
-        self._host_tier, self._memory = host_tier, memory
+        self.tier, self.memory = host_tier, memory
         self._checksums: dict[int, int] | None = {} if checksums else None  # CRC-32 of each host block in use
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
         self._thread.start()
 
+    def record_checksums(self, host_blocks: Sequence[int]) -> None:
+        """Notes the checksums of host blocks that another thread has filled; before the host tier knows them."""
+        if self._checksums is not None:
+            self._checksums.update(
+                {host: zlib.crc32(memoryview(self.memory.data[host].numpy())) for host in host_blocks}
+            )
+
     def stop(self) -> None:
         """Ends the thread. Idempotent."""
-        self._host_tier.stop()
+        self.tier.stop()
         if self._thread is not threading.current_thread():  # a garbage collection on that thread may call this
             self._thread.join(STOP_S)
 
     def _run(self) -> None:
         reason = "the host tier has ended"
         try:
-            make_current(self._memory.pool.data.device)
-            while (copy := self._host_tier.next_copy()) is not None:
-                self._host_tier.finish_copy(copy, self._copy(copy))
+            make_current(self.memory.pool.data.device)
+            while (copy := self.tier.next_copy()) is not None:
+                self.tier.finish_copy(copy, self._copy(copy))
         except Exception as error:
             log.exception("the host tier failed; the pool continues without it")
             reason = f"the host tier failed: {describe(error)}"
-        self._host_tier.close(InternalError(reason))
-        self._memory.close()
+        self.tier.close(InternalError(reason))
+        self.memory.close()
 
     def _copy(self, copy: HostCopy) -> BlockDamaged | None:
         """Makes the copy; returns an error if blocks from the host have a wrong checksum."""
-        memory, sums = self._memory, self._checksums
+        memory, sums = self.memory, self._checksums
         pairs = list(zip(copy.blocks, copy.host_blocks, strict=True))
         if copy.host_load is None:
             if sums is not None:
@@ -70,7 +77,7 @@ class HostCopier:
         return BlockDamaged(f"{damaged} of {len(pairs)} KV blocks came back damaged from host memory")
 
     def _checksum(self, block: int) -> int:
-        return zlib.crc32(self._memory.pool.read_block(block))
+        return zlib.crc32(self.memory.pool.read_block(block))
 
 
 class HostKVPool:

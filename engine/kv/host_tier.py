@@ -10,6 +10,7 @@ Invariants:
 
 - One copy is made at a time. So a host block may be reassigned while an earlier copy from it is queued.
 - Pool and host together are prefix-closed, and so is the pool alone.
+- A host block that the disk tier (disk_tier.py) writes to a file or fills from one is in no list of free blocks.
 - The host forgets the least recently used block first. A block counts as used when it leaves the pool, which is after
   all blocks that continue it, so this order is leaf-first too.
 """
@@ -21,6 +22,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from common.block_hash import HASH_BYTES
 from common.errors import BatonError
@@ -69,6 +71,19 @@ class SavedPartialBlock:
     computed: int  # Tokens of the sequence up to the end of the block's KV
 
 
+class NextTier(Protocol):
+    """What the host tier tells the disk tier. The lock of the block pool is held."""
+
+    def on_saved(self, keys: Sequence[bytes]) -> None:
+        """Called when full blocks have their copy in the host."""
+
+    def on_forgotten(self, keys: Sequence[bytes]) -> None:
+        """Called when the host forgets full blocks."""
+
+    def __contains__(self, key: bytes, /) -> bool:
+        """Returns whether the disk has the block."""
+
+
 class HostTier:
     """Decides which blocks are copied, loaded and forgotten. The caller holds the lock, unless the method takes it."""
 
@@ -99,6 +114,13 @@ class HostTier:
         self._partial_numbers = itertools.count()
         self._changed = threading.Condition(lock)
         self._copier_waits = self._stopping = False
+        self.disk_tier: NextTier | None = None
+        #: Pins blocks of the pool for a reader and returns what releases them; set with the disk tier.
+        self.pin_for_read: Callable[[Sequence[int]], Callable[[], None]] | None = None
+        self._lent: set[int] = set()  # Host blocks that are being written to the disk
+        self._orphans: set[int] = set()  # Those of them that the host has forgotten meanwhile
+        self._reserved: set[int] = set()  # Host blocks that are being filled from the disk
+        self._saves_all = False  # Idle blocks are copied although enough blocks are available
         self.closed = False  # The tier has ended: no copies are made any more
 
     # -- called by the block pool -------------------------------------------------------------------------------------
@@ -136,8 +158,7 @@ class HostTier:
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int], release: Callable[[], None]) -> HostLoad:
         """Queues a copy of host blocks, parents first, into leased `blocks`; `release` ends the writer's pin on it."""
-        for key in reversed(keys):
-            self._index.move_to_end(key)
+        self.mark_used(keys)
         load = HostLoad()
         self._queue_copy(HostCopy(keys, blocks, [self._index[key] for key in keys], release, load))
         return load
@@ -153,6 +174,78 @@ class HostTier:
     def drop_partial_block(self, key: bytes) -> None:
         """Forgets a saved partial block, if it is in the host."""
         self._drop([key])
+
+    # -- called by the disk tier --------------------------------------------------------------------------------------
+
+    @property
+    def max_lent(self) -> int:
+        """Host blocks that may be lent at once; twice as many may be reserved. The rest keeps copies possible."""
+        return self.num_host_blocks // 4
+
+    def lend(self, key: bytes) -> int:
+        """Returns the host block of a saved block. It is not reused before `take_back`."""
+        block = self._index[key]
+        self._lent.add(block)
+        return block
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """Ends the loan of host blocks."""
+        self._lent.difference_update(blocks)
+        orphans = self._orphans.intersection(blocks)
+        self._orphans -= orphans
+        self._free += orphans
+
+    def parent_of(self, key: bytes) -> bytes | None:
+        """Returns the parent's key of a block in the host, NO_PARENT for the first one; None if it is not there."""
+        return self._parents.get(key)
+
+    def reserve(self, count: int) -> list[int]:
+        """Takes at most `count` host blocks to be filled; none of a queued copy, which is made after the filling."""
+        copies = (*self._queue, *([] if self._copying is None else [self._copying]))
+        used = {block for copy in copies for block in copy.host_blocks}
+        count = min(count, 2 * self.max_lent - len(self._reserved))
+        while len(self._free) < count and self._index:
+            self._drop([next(iter(self._index))])
+        taken = [block for block in self._free if block not in used][: max(0, count)]
+        self._reserved.update(taken)
+        self._free = [block for block in self._free if block not in self._reserved]
+        return taken
+
+    def insert_filled(self, parent: bytes, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Registers filled host blocks, a chain behind `parent`; returns how many.
+
+        Those of a chain that is broken meanwhile are given back, and those that have another copy now.
+        """
+        stored: list[bytes] = []
+        self._reserved.difference_update(blocks)
+        for key, block in zip(keys, blocks, strict=True):
+            reachable = parent == NO_PARENT or parent in self._index or parent in self._cache.block_by_hash
+            if reachable and key not in self._index and not self.closed:
+                self._insert(key, parent, block)
+                stored.append(key)
+            else:
+                self._free.append(block)
+            parent = key
+        self.mark_used(stored)
+        if stored:
+            self._on_stored(stored)
+        return len(stored)
+
+    def release_reserved(self, blocks: Sequence[int]) -> None:
+        """Gives back host blocks that were not filled."""
+        self._reserved.difference_update(blocks)
+        self._free += blocks
+
+    def mark_used(self, keys: Sequence[bytes]) -> None:
+        """Makes blocks in the host, parents first, the most recently used ones."""
+        for key in reversed(keys):
+            self._index.move_to_end(key)
+
+    def save_all(self) -> None:
+        """Copies all idle blocks from now on, because the process ends. Takes the lock."""
+        with self._changed:
+            self._saves_all = True
+            self.wake_copier()
 
     # -- called by the copier -----------------------------------------------------------------------------------------
 
@@ -182,6 +275,8 @@ class HostTier:
             self._copying = None
             if copy.host_load is None:
                 self._stats.saved += len(copy.blocks)
+                if self.disk_tier is not None:
+                    self.disk_tier.on_saved(self._kept_copies(copy))
             else:
                 self._stats.loaded += len(copy.blocks)
                 if error is not None:
@@ -189,6 +284,15 @@ class HostTier:
                     self._drop(copy.keys)
             self._finish(copy, error)
             self._changed.notify_all()
+
+    def _kept_copies(self, copy: HostCopy) -> list[bytes]:
+        """Returns the hashes of full blocks in the host whose content is complete, and stays while they are known."""
+        overwritten = {block for later in self._queue if later.host_load is None for block in later.host_blocks}
+        return [
+            key
+            for key, block in zip(copy.keys, copy.host_blocks, strict=True)
+            if len(key) == HASH_BYTES and self._index.get(key) == block and block not in overwritten
+        ]
 
     def _finish(self, copy: HostCopy, error: BatonError | None) -> None:
         """Lets the pool use, evict or reuse the blocks of a copy that has ended or will not be made."""
@@ -251,7 +355,7 @@ class HostTier:
     def inconsistencies(self) -> list[str]:
         """Returns violations of the invariants, one sentence each."""
         defects: list[str] = []
-        host_blocks = [*self._index.values(), *self._free]
+        host_blocks = [*self._index.values(), *self._free, *self._orphans, *self._reserved]
         if sorted(host_blocks) != list(range(self.num_host_blocks)):
             defects.append("blocks of the host tier are lost or used twice")
         for key in self._index:
@@ -269,6 +373,8 @@ class HostTier:
         if not self._cache.unsaved:
             self._requested_free = 0
             return False
+        if self._saves_all:
+            return True
         available = self._num_allocatable()
         if available >= self._requested_free:
             self._requested_free = 0
@@ -280,7 +386,8 @@ class HostTier:
 
     def _queue_saves(self) -> None:
         """Queues a copy of the oldest unsaved blocks, and registers them here."""
-        blocks = self._cache.start_saving(min(self._batch, self.num_host_blocks))
+        usable = self.num_host_blocks - len(self._lent) - len(self._reserved)
+        blocks = self._cache.start_saving(min(self._batch, usable))
         keys: list[bytes] = []
         # Neighbours in the pool become neighbours in the host, so that one copy moves them together.
         host_blocks = dict(zip(sorted(blocks), self._allocate(len(blocks)), strict=True))
@@ -291,6 +398,41 @@ class HostTier:
             self._insert(key, self._cache.parent_hash(block) or NO_PARENT, host_blocks[block])
         self._on_stored(keys[::-1])
         self._queue.append(HostCopy(keys, blocks, [host_blocks[block] for block in blocks]))
+        if self.disk_tier is not None:
+            self._queue_saves_of_ancestors(blocks)
+
+    def _queue_saves_of_ancestors(self, blocks: Sequence[int]) -> None:
+        """Queues copies of the blocks before `blocks`, used or idle, that neither host nor disk has.
+
+        The disk takes a block after its parent, and without this the first blocks of prompts, which are used most,
+        would be the last to come.
+        """
+        assert self.disk_tier is not None
+        assert self.pin_for_read is not None
+        hash_by_block, seen = self._cache.hash_by_block, set(blocks)
+        missing: list[int] = []
+        for block in blocks:
+            ancestor = self._cache.parent(block)
+            while ancestor >= 0 and ancestor not in seen:
+                seen.add(ancestor)
+                key = hash_by_block[ancestor]
+                assert key is not None
+                if key in self.disk_tier:
+                    break
+                if key not in self._index and ancestor not in self._cache.saving:
+                    missing.append(ancestor)
+                ancestor = self._cache.parent(ancestor)
+        missing = missing[-min(self._batch, self.max_lent) :]  # those next to the start of a prompt
+        if not missing:
+            return
+        keys = [key for block in missing if (key := hash_by_block[block]) is not None]
+        parents = [self._cache.parent_hash(block) or NO_PARENT for block in missing]
+        release = self.pin_for_read(missing)
+        host_blocks = self._allocate(len(missing))
+        for key, parent, host_block in zip(keys, parents, host_blocks, strict=True):
+            self._insert(key, parent, host_block)
+        self._on_stored(keys[::-1])
+        self._queue.append(HostCopy(keys, missing, host_blocks, release))
 
     def _allocate(self, count: int) -> list[int]:
         """Returns `count` host blocks, ascending; the least recently used contents are forgotten for them."""
@@ -312,7 +454,8 @@ class HostTier:
             key = pending.pop()
             if key not in self._index:
                 continue
-            self._free.append(self._index.pop(key))
+            host_block = self._index.pop(key)
+            (self._orphans.add if host_block in self._lent else self._free.append)(host_block)
             parent = self._parents.pop(key)
             siblings = self._children[parent]
             siblings.discard(key)
@@ -324,3 +467,5 @@ class HostTier:
         self._stats.dropped += len(dropped)
         if hashes := [key for key in reversed(dropped) if len(key) == HASH_BYTES]:
             self._on_evicted(hashes)
+            if self.disk_tier is not None:
+                self.disk_tier.on_forgotten(hashes)

@@ -48,6 +48,10 @@ class PrefixCache:
         self.saving: set[int] = set()  # Blocks that are being copied to the host now
         self.unsaved: OrderedDict[int, None] = OrderedDict()  # Idle, neither saved nor being copied, oldest first
 
+    def parent(self, block: int) -> int:
+        """Returns the block before a registered block; -1 for the first block of a prompt."""
+        return self._parent[block]
+
     def parent_hash(self, block: int) -> bytes | None:
         """Returns the hash of the block before a registered block; None for the first block of a prompt."""
         parent = self._parent[block]

@@ -184,7 +184,7 @@ class Scheduler:
     @property
     def waits_for_blocks(self) -> bool:
         """Whether a sequence waits for blocks; new requests from other pods should not lease any before it has them."""
-        return any(seq.lease is None and not seq.blocked for seq in tuple(self._waiting))
+        return any(seq.lease is None and not (seq.blocked or seq.loads_from_disk) for seq in tuple(self._waiting))
 
     def stats(self) -> SchedulerStats:
         running, waiting = tuple(self._running), tuple(self._waiting)
@@ -241,6 +241,8 @@ class Scheduler:
             if len(self._running) == self.config.max_seqs:
                 return
             if seq.blocked:
+                continue
+            if seq.lease is None and new and self._waits_for_disk(seq):
                 continue
             if seq.lease is None and not (new and self._allocate(seq)):
                 return
@@ -376,6 +378,14 @@ class Scheduler:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
+    def _waits_for_disk(self, seq: Sequence) -> bool:
+        """Returns whether the sequence waits until its cached prefix is in the host; starts the load if need be."""
+        if self._pool.disk_tier is None:
+            return False
+        if seq.disk_load is None:
+            seq.disk_load = self._pool.load_from_disk(seq.matchable_hashes())
+        return seq.loads_from_disk
+
     def _allocate(self, seq: Sequence) -> bool:
         """Leases blocks for all tokens of the sequence, and leaves one block for each sequence that may grow."""
         growing = sum(1 + _num_future_forks(other) for other in self._running if not other.hand_off)
@@ -457,7 +467,7 @@ class Scheduler:
 
     def _preempt_paused(self) -> bool:
         """Preempts the last paused sequence in order, if a sequence waits and no blocks will be freed without that."""
-        if all(seq.blocked for seq in self._waiting) or self._blocks_will_be_freed():
+        if all(seq.blocked or seq.loads_from_disk for seq in self._waiting) or self._blocks_will_be_freed():
             return False
         paused = [seq for seq in self._sequences_with_lease() if seq.blocked]
         if paused:

@@ -1,0 +1,443 @@
+"""KV blocks in files of one directory, which survive a restart: the storage of the disk tier.
+
+    segment  | header: magic, version, fingerprint, block bytes, CRC | record | record | ...      append-only
+    record   | magic, length, hash, parent's hash, CRC of the content, CRC of this | content |
+
+One thread appends to the newest segment; any thread reads. A record is written by one call, and a segment is synced to
+the disk (fdatasync) when it is full and when the store closes. So a crash of the process loses no written block, and a
+loss of power loses at most the last segment. A file that is cut or damaged loses blocks and never gives wrong ones:
+`scan` checks the records' headers, and `read` checks the content.
+
+The files never exceed `max_bytes`. The segment that has been unused for the longest time is removed as a whole. A use
+of a block also uses the segments of the blocks before it, so the start of a prompt outlives its end.
+
+Invariant: the hashes of the index are prefix-closed. A block that is not reachable any more stays in its file, unused.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+from common.block_hash import HASH_BYTES
+from engine.kv.prefix_cache import HashesCallback
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+MAX_SEGMENT_BYTES = 1 << 30
+MIN_SEGMENTS = 8  # The files have room for at least so many segments, so that a removal loses a small part
+READ_THREADS = 8  # A CRC-32 runs at about 1 GB/s on one core, and an NVMe disk reads several GB/s
+TOUCH_S = 60.0  # The time of a file, which orders the segments after a restart, is at most this old
+SUFFIX = ".kv"
+_SEGMENT = struct.Struct("<8sIQ64s")  # Magic, version, block bytes, fingerprint; then a CRC-32
+_RECORD = struct.Struct("<4sI16s16sI")  # Magic, length of the content, hash, parent's hash, CRC-32 of the content
+_CRC = struct.Struct("<I")
+_SEGMENT_MAGIC, _RECORD_MAGIC = b"BATONKV\n", b"KVB\n"
+SEGMENT_HEADER_BYTES, RECORD_HEADER_BYTES = 128, 64
+_NO_PARENT = bytes(HASH_BYTES)
+
+
+class StoredBlock(NamedTuple):
+    """A block to append."""
+
+    key: bytes  # Its hash
+    parent: bytes  # Hash of the block before it; empty for the first block of a prompt
+    content: memoryview  # uint8 [block_bytes]
+
+
+class _Place(NamedTuple):
+    """Where a block is."""
+
+    segment: int
+    offset: int  # Of its record
+    parent: bytes
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A file."""
+
+    number: int
+    path: Path
+    size: int  # Bytes of the file
+    keys: set[bytes] = field(default_factory=set)  # Of its blocks in the index
+    touched_at: float = 0.0  # When the time of the file was set
+
+
+class SegmentStore:
+    """The segments of one directory, and the index of their blocks. Thread-safe; only one thread calls `append`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        fingerprint: str,  # Of the KV layout; blocks of other layouts are never read
+        block_bytes: int,
+        max_bytes: int,  # Of all files together
+        *,
+        on_stored: HashesCallback = lambda _: None,  # Gets hashes that `match` finds from now on. Must not block.
+        on_evicted: HashesCallback = lambda _: None,  # Gets hashes that it does not find any more
+    ) -> None:
+        """Reads nothing yet: `scan` does."""
+        self.directory, self.block_bytes, self.max_bytes = directory, block_bytes, max_bytes
+        self.record_bytes = RECORD_HEADER_BYTES + block_bytes
+        self._segment_bytes = max(self.min_bytes(block_bytes) // MIN_SEGMENTS, self._segment_size())
+        head = _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, block_bytes, fingerprint.encode()[:64])
+        self._header = (head + _CRC.pack(zlib.crc32(head))).ljust(SEGMENT_HEADER_BYTES, b"\0")
+        self._on_stored, self._on_evicted = on_stored, on_evicted
+        self._lock = threading.Lock()  # Guards all fields below; the callbacks run under it
+        self._index: dict[bytes, _Place] = {}
+        self._children: dict[bytes, set[bytes]] = {}
+        self._segments: OrderedDict[int, _Segment] = OrderedDict()  # The least recently used first
+        self._active: tuple[int, _Segment] | None = None  # The file that is appended to, and its descriptor
+        self._doomed: list[Path] = []  # Files to remove
+        self._next_number = 0
+        self._readers: ThreadPoolExecutor | None = None
+        self.damaged = 0  # Blocks and ends of files that were cut or had a wrong checksum
+
+    @staticmethod
+    def min_bytes(block_bytes: int) -> int:
+        """Returns the smallest max_bytes for blocks of this size."""
+        return MIN_SEGMENTS * (SEGMENT_HEADER_BYTES + RECORD_HEADER_BYTES + block_bytes)
+
+    def _segment_size(self) -> int:
+        return min(MAX_SEGMENT_BYTES, self.max_bytes // (4 * MIN_SEGMENTS))
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return self._size()
+
+    def match(self, hashes: Iterable[bytes]) -> int:
+        """Returns the length of the longest prefix of `hashes` in the index."""
+        return sum(1 for _ in takewhile(self._index.__contains__, hashes))
+
+    def hashes(self) -> list[bytes]:
+        """Returns the hashes of the index."""
+        with self._lock:
+            return list(self._index)
+
+    def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        """Reads blocks, parents first, into `targets`; returns the number of leading blocks that are intact.
+
+        A damaged block and all that continue it leave the index. A target behind the intact ones may hold anything.
+        """
+        with self._lock:
+            places = [place for key in keys if (place := self._index.get(key)) is not None]
+            if len(places) < len(keys):
+                places = places[: self.match(keys)]
+            paths = {place.segment: self._segments[place.segment].path for place in places}
+            self._use(keys[: len(places)])
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(READ_THREADS, "disk-read")
+            readers = self._readers
+        files: dict[int, int] = {}
+        for number, path in paths.items():
+            with suppress(OSError):  # a removed file has no descriptor, and its blocks count as damaged
+                files[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            jobs = [(files.get(place.segment), place, key) for key, place in zip(keys, places, strict=False)]
+            intact = list(readers.map(self._read_block, jobs, targets))
+        finally:
+            for file in files.values():
+                os.close(file)
+        count = intact.index(False) if False in intact else len(intact)
+        if count < len(intact):
+            self._drop_damaged(keys[count], paths[places[count].segment])
+        return count
+
+    def _read_block(self, job: tuple[int | None, _Place, bytes], target: memoryview) -> bool:
+        """Returns whether the block came whole."""
+        file, place, key = job
+        header = bytearray(RECORD_HEADER_BYTES)
+        try:
+            if file is None or os.preadv(file, [header, target], place.offset) != self.record_bytes:
+                return False
+        except OSError as error:
+            log.warning("a KV block cannot be read from %s: %s", self.directory, error)
+            return False
+        record = _parse_record(header)
+        return record is not None and record[1] == key and record[3] == zlib.crc32(target)
+
+    def _drop_damaged(self, key: bytes, path: Path) -> None:
+        with self._lock:
+            dropped = self._drop([key])
+            self.damaged += bool(dropped)
+        if dropped:
+            log.warning("%s: a block is damaged or gone: it and %d others are computed again", path, len(dropped) - 1)
+
+    def clear(self) -> None:
+        """Forgets all blocks. The files are removed by the next `append`, `scan` or `close`."""
+        with self._lock:
+            self._drop(list(self._index))
+            self._doomed += [segment.path for segment in self._segments.values()]
+            self._segments.clear()
+
+    def inconsistencies(self) -> list[str]:
+        """Returns violations of the invariants, one sentence each."""
+        with self._lock:
+            defects = []
+            if any(place.parent and place.parent not in self._index for place in self._index.values()):
+                defects.append("a block of the disk tier outlived its parent")
+            if {key for segment in self._segments.values() for key in segment.keys} != self._index.keys():
+                defects.append("the segments and the index of the disk tier differ")
+            if sum(map(len, self._children.values())) != len(self._index):
+                defects.append("parents and children in the disk tier differ")
+            if self._size() > self.max_bytes:
+                defects.append(f"the disk tier has {self._size()} bytes, more than {self.max_bytes}")
+            return defects
+
+    # -- the thread that writes ---------------------------------------------------------------------------------------
+
+    def scan(self, stopped: Callable[[], bool] = lambda: False) -> int:
+        """Reads the headers of all records into the index; returns the number of blocks. Call it once, first.
+
+        Files of other layouts count, and are the first to be removed.
+        """
+        found: dict[bytes, _Place] = {}
+        segments: list[tuple[int, _Segment]] = []
+        for path in sorted(self.directory.glob("*" + SUFFIX)):
+            if stopped():
+                break
+            try:
+                status = path.stat()
+                segment = _Segment(int(path.stem), path, status.st_size)
+                blocks = self._scan_segment(segment)
+            except (ValueError, OSError) as error:
+                log.warning("%s cannot be read and is not used: %s", path, error)
+                continue
+            found.update(blocks)  # of a block that was written twice, the newer one counts
+            segments.append((status.st_mtime_ns if blocks else 0, segment))
+        with self._lock:
+            for _, segment in sorted(segments, key=lambda pair: pair[0]):
+                self._segments[segment.number] = segment
+            self._next_number = max((segment.number + 1 for _, segment in segments), default=0)
+            self._insert_reachable(found)
+            self._make_room(0)
+            count = len(self._index)
+        self._remove_doomed()
+        return count
+
+    def _scan_segment(self, segment: _Segment) -> dict[bytes, _Place]:
+        blocks: dict[bytes, _Place] = {}
+        with segment.path.open("rb", buffering=0) as file:
+            if file.read(SEGMENT_HEADER_BYTES) != self._header:
+                log.warning("%s: made for another model, setting or version, or damaged: not used", segment.path)
+                return blocks
+            offset = SEGMENT_HEADER_BYTES
+            while offset < segment.size:
+                record = _parse_record(os.pread(file.fileno(), RECORD_HEADER_BYTES, offset))
+                end = offset + self.record_bytes
+                if record is None or record[0] != self.block_bytes or end > segment.size:
+                    self.damaged += 1
+                    log.warning("%s: cut or damaged at byte %d: the rest is computed again", segment.path, offset)
+                    break
+                _, key, parent, _ = record
+                blocks[key] = _Place(segment.number, offset, parent)
+                offset = end
+        return blocks
+
+    def _insert_reachable(self, found: dict[bytes, _Place]) -> None:
+        """Registers those blocks whose parents are all there, parents first."""
+        children: dict[bytes, list[bytes]] = {}
+        for key, place in found.items():
+            children.setdefault(place.parent, []).append(key)
+        pending = children.pop(b"", [])
+        for key in pending:  # grows meanwhile
+            self._insert(key, found[key])
+            pending += children.pop(key, ())
+        if pending:
+            self._on_stored(pending)
+
+    def append(self, blocks: Sequence[StoredBlock]) -> int:
+        """Writes blocks, parents first; returns how many entered the index. Removes segments if there is no room.
+
+        A block without its parent, or that is there already, is skipped. Raises OSError (a full disk); the blocks
+        before it are written.
+        """
+        stored: list[bytes] = []
+        try:
+            for block in blocks:
+                if block.key in self._index or (block.parent and block.parent not in self._index):
+                    continue
+                file, segment = self._open_segment()
+                place = _Place(segment.number, segment.size, block.parent)
+                self._write(file, segment, _record(block), block.content)
+                with self._lock:
+                    there = segment.number in self._segments  # else `clear` came meanwhile
+                    if there and (not block.parent or block.parent in self._index):
+                        self._insert(block.key, place)
+                        stored.append(block.key)
+        finally:
+            with self._lock:
+                alive = [key for key in stored if key in self._index]
+                if alive:
+                    self._use(alive)
+                    self._on_stored(alive)
+            self._remove_doomed()
+        return len(alive)
+
+    def seal(self) -> None:
+        """Ends the newest segment: its bytes reach the disk, and leave the page cache."""
+        active, self._active = self._active, None
+        if active is None:
+            return
+        file, segment = active
+        try:
+            if segment.number in self._segments:
+                os.fdatasync(file)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """Ends the newest segment. No other call may be under way or follow. Idempotent."""
+        try:
+            self.seal()
+        except OSError as error:
+            log.warning("the newest KV segment in %s may be lost: %s", self.directory, error)
+        self._remove_doomed()
+        if self._readers is not None:
+            self._readers.shutdown()
+
+    def _open_segment(self) -> tuple[int, _Segment]:
+        """Returns the file to append one record to."""
+        if self._active is not None:
+            _, segment = self._active
+            full = segment.size + self.record_bytes > self._segment_bytes
+            if full or segment.number not in self._segments:
+                self.seal()
+        with self._lock:
+            self._make_room(self.record_bytes + (SEGMENT_HEADER_BYTES if self._active is None else 0))
+        self._remove_doomed()
+        if self._active is None:
+            path = self.directory / f"{self._next_number:012d}{SUFFIX}"
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            segment = _Segment(self._next_number, path, 0, touched_at=time.monotonic())
+            self._next_number += 1
+            self._active = file, segment
+            with self._lock:
+                self._segments[segment.number] = segment
+            self._write(file, segment, self._header)
+        return self._active
+
+    def _write(self, file: int, segment: _Segment, *parts: bytes | memoryview) -> None:
+        """Appends to the segment. Raises OSError if not all was written; the file has its former length then."""
+        size = sum(map(len, parts))
+        try:
+            if os.pwritev(file, parts, segment.size) != size:
+                raise OSError(errno.ENOSPC, "a KV block was written in part")
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(file, segment.size)
+            with suppress(OSError):
+                self.seal()
+            if not segment.size:  # without its header the file is useless
+                with self._lock:
+                    self._segments.pop(segment.number, None)
+                    self._doomed.append(segment.path)
+            raise
+        segment.size += size
+
+    def _remove_doomed(self) -> None:
+        while self._doomed:
+            with suppress(FileNotFoundError):
+                self._doomed.pop().unlink()
+
+    # -- the lock is held ---------------------------------------------------------------------------------------------
+
+    def _size(self) -> int:
+        return sum(segment.size for segment in self._segments.values())
+
+    def _make_room(self, size: int) -> None:
+        """Removes segments until `size` more bytes fit. The newest one, which is appended to, stays."""
+        active = None if self._active is None else self._active[1]
+        while self._size() + size > self.max_bytes:
+            victim = next((segment for segment in self._segments.values() if segment is not active), None)
+            if victim is None:
+                return
+            self._drop(list(victim.keys))
+            del self._segments[victim.number]
+            self._doomed.append(victim.path)
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        """Makes the segments of blocks, and of all blocks before them, the most recently used ones."""
+        seen: set[bytes] = set()
+        for key in keys:
+            link = key
+            while link and link not in seen:
+                seen.add(link)
+                link = self._index[link].parent
+        now = time.monotonic()
+        # A block is mostly in a newer segment than its parent, so the parents' segments become the last to be removed.
+        for number in sorted({self._index[key].segment for key in seen}, reverse=True):
+            self._segments.move_to_end(number)
+            segment = self._segments[number]
+            if now - segment.touched_at > TOUCH_S:
+                segment.touched_at = now
+                with suppress(OSError):
+                    os.utime(segment.path)
+
+    def _insert(self, key: bytes, place: _Place) -> None:
+        self._index[key] = place
+        self._segments[place.segment].keys.add(key)
+        self._children.setdefault(place.parent, set()).add(key)
+
+    def _drop(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Forgets blocks and all that continue them; returns them."""
+        dropped: list[bytes] = []
+        pending = list(keys)
+        while pending:
+            key = pending.pop()
+            place = self._index.pop(key, None)
+            if place is None:
+                continue
+            dropped.append(key)
+            self._segments[place.segment].keys.discard(key)
+            siblings = self._children[place.parent]
+            siblings.discard(key)
+            if not siblings:
+                del self._children[place.parent]
+            pending += self._children.get(key, ())
+        if dropped:
+            self._on_evicted(dropped[::-1])
+        return dropped
+
+
+def _record(block: StoredBlock) -> bytes:
+    """Returns the header of a block's record."""
+    parent = block.parent or _NO_PARENT
+    head = _RECORD.pack(_RECORD_MAGIC, len(block.content), block.key, parent, zlib.crc32(block.content))
+    return (head + _CRC.pack(zlib.crc32(head))).ljust(RECORD_HEADER_BYTES, b"\0")
+
+
+def _parse_record(raw: bytes | bytearray) -> tuple[int, bytes, bytes, int] | None:
+    """Returns length, hash, parent's hash (empty for none) and CRC-32 of a record; None if its header is damaged."""
+    if len(raw) != RECORD_HEADER_BYTES or _CRC.unpack_from(raw, _RECORD.size)[0] != zlib.crc32(raw[: _RECORD.size]):
+        return None
+    magic, length, key, parent, crc = _RECORD.unpack_from(raw)
+    if magic != _RECORD_MAGIC:
+        return None
+    return length, key, b"" if parent == _NO_PARENT else parent, crc
