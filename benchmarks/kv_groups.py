@@ -136,7 +136,9 @@ async def measure_pods(device: str) -> dict[str, float]:
     answers: dict[int, list[list[int]]] = {}
     moved: dict[int, int] = {}
     for groups in (True, False):
-        flags = FLAGS | {"kv-groups": str(groups).lower(), "kv-memory": "64MiB" if device == "cpu" else "8GiB"}
+        flags = (
+            FLAGS | {"kv-memory": "64MiB" if device == "cpu" else "8GiB"} | ({"kv-groups": "true"} if groups else {})
+        )
         async with pd_stack.running(shape, device, flags=flags) as (_, client):
             for length in lengths:
                 done = [await client.ask(prompt, 24) for prompt in prompts(shape, PROMPTS, length, seed=1)]

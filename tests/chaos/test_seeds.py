@@ -63,6 +63,7 @@ async def test_a_seed_with_kv_groups_breaks_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "oracle", window=True)
     cases = catalogue(tmp_path / "oracle")
     async with ChaosStack.running(tmp_path / "stack", kv_groups=True) as stack:
+        assert len((await stack.info("decode-0")).layout.groups) == 2
         runner = await SeedRunner.warmed_up(stack, cases, print)
         result = await runner.run(2, SECONDS)
     assert result.good, result
