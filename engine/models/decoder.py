@@ -7,7 +7,7 @@ the last layer's attention also runs for these rows only, and the other tokens g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from common.errors import ConfigError
 from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterRows, StepAdapters
+from engine.kernels.cpu.compiled import is_available
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, LatentAttention, Linear, RMSNorm, allocate
 from engine.models.moe import Experts, MoE
 from engine.models.ops import AllReduce, LatentProjections, RowWiseOps, TorchOps, rms_norm_torch, rope_tables
-from engine.models.single_row import SingleRowOps, single_row_ops
+from engine.models.single_row import SingleRowOps
 from engine.models.spec import LatentModelSpec, ModelSpec
 from engine.quantization.scheme import Quantization
 from engine.quantization.weight import QuantizedWeight
@@ -32,6 +33,8 @@ from engine.quantization.weight import QuantizedWeight
 #: least MIN_TOKENS_PER_ROW tokens for each. With fewer tokens the extra kernel launches cost more than they save.
 MAX_SINGLE_ROWS = 8
 MIN_TOKENS_PER_ROW = 128
+#: Weights of the layers from which compiled kernels gain more than the import of numba costs.
+MIN_COMPILED_WEIGHTS = 8 << 20
 
 #: The attention, or the KV write, of a step: the function that `TorchOps` makes for the layers' kind of attention.
 StepFn = Callable[[Any, Any, LayerKV], Any]
@@ -269,7 +272,7 @@ class Decoder(nn.Module):
         rows = plain and weight.dtype == torch.float32
         pack(self.embedding, list(self.layers), self.head, keep_head=keep_head, row_weights=rows)
         if rows:
-            self._row_ops = single_row_ops(self._ops, [linear for prefix, linear in self.linears() if prefix])
+            self._row_ops = make_single_row_ops(self._ops, [linear for prefix, linear in self.linears() if prefix])
 
 
 def make_ops(
@@ -299,3 +302,12 @@ def make_ops(
         return Ops(cos.to(device), sin.to(device), all_reduce)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return (RowWiseOps if deterministic else TorchOps)(cos.to(device, dtype), sin.to(device, dtype), all_reduce)
+
+
+def make_single_row_ops(ops: TorchOps, linears: Sequence[Linear]) -> SingleRowOps:
+    """Returns the fastest operations of one row, with the rope tables of `ops`. linears: all products of the layers."""
+    if is_available() and sum(linear.in_features * linear.out_features for linear in linears) >= MIN_COMPILED_WEIGHTS:
+        from engine.models.compiled_row import CompiledRowOps
+
+        return CompiledRowOps.of(ops, linears)
+    return SingleRowOps.of(ops, linears)

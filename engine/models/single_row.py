@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.cpu.compiled import is_available
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import product
@@ -29,9 +28,6 @@ from engine.models.ops import AttentionFn, TorchOps
 
 #: Bytes of a weight up to which a product of one row gains nothing by a second thread.
 MAX_ONE_THREAD_BYTES = 16 << 20
-MIN_COMPILED_WEIGHTS = (
-    8 << 20
-)  # Weights of the layers from which compiled kernels gain more than the import of numba costs.
 MIN_SPLIT_BYTES = 1 << 20  # Bytes of an int8 weight from which its product gains by a second thread.
 
 
@@ -124,15 +120,6 @@ class SingleRowOps(TorchOps):
         """Returns silu(gate) * up of [1, 2 * n]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-
-
-def single_row_ops(ops: TorchOps, linears: Sequence[Linear]) -> SingleRowOps:
-    """Returns the fastest operations of one row, with the rope tables of `ops`. linears: all products of the layers."""
-    if is_available() and sum(linear.in_features * linear.out_features for linear in linears) >= MIN_COMPILED_WEIGHTS:
-        from engine.models.compiled_row import CompiledRowOps
-
-        return CompiledRowOps.of(ops, linears)
-    return SingleRowOps.of(ops, linears)
 
 
 def _gains_nothing_by_threads(linear: Linear) -> bool:

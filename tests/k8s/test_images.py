@@ -112,7 +112,7 @@ def test_images_expose_the_ports_of_the_manifests() -> None:
 def test_every_requirement_is_one_of_ours_and_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    lines = [*project["dependencies"], *optional["traces"], *optional["gpu"], *optional["demo"]]
+    lines = [*project["dependencies"], *optional["traces"], *optional["gpu"], *optional["cpu"], *optional["demo"]]
     ours = {Requirement(line).name: Requirement(line).extras for line in lines}
     pins = {line.partition("==")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     for name in (path.stem for path in (ROOT / "requirements").glob("*.txt")):
@@ -131,7 +131,7 @@ def requirements(name: str) -> list[Requirement]:
 #: The requirements of which a lock file has the versions and hashes.
 LOCKED = {
     "gateway": ("gateway",),
-    "engine-cpu": ("engine",),
+    "engine-cpu": ("engine", "engine-cpu"),
     "engine-gpu": ("engine", "engine-gpu"),
     "demo-model": ("engine", "demo-model"),
 }

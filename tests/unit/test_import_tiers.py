@@ -249,7 +249,7 @@ NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
 #: Libraries that no module of a package may load when it is imported.
 FORBIDDEN_LIBRARIES = {
     "common": ML | NIXL,
-    "engine": NETWORK | NIXL,
+    "engine": NETWORK | NIXL | {"numba"},
     "kv_transfer": ML,
     "prefix_index": ML | NIXL | {"grpc", "starlette", "uvicorn"},
     "pod": set(),

@@ -47,7 +47,7 @@ def use_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles the kernels for the smallest models too."""
     if not is_available():
         pytest.skip("numba is not installed")
-    monkeypatch.setattr("engine.models.single_row.MIN_COMPILED_WEIGHTS", 0)
+    monkeypatch.setattr("engine.models.decoder.MIN_COMPILED_WEIGHTS", 0)
     monkeypatch.setattr("engine.attention.torch_backend.MIN_COMPILED_BYTES", 0)
     monkeypatch.setattr("engine.attention.torch_backend.MIN_SPLIT_BYTES", 1024)
 
