@@ -344,3 +344,26 @@ def test_more_sequences_run_at_once(grouped: bool) -> None:
 
 def _hashes(length: int) -> list[bytes]:
     return [bytes([0, *i.to_bytes(4, "little")]).ljust(16, b"\0") for i in range(length // 4)]
+
+
+def test_the_prefix_index_sees_the_usable_hit() -> None:
+    announced: set[bytes] = set()
+    pool = GroupedBlockPool(60, 4, (8,), on_stored=announced.update, on_evicted=announced.difference_update)
+
+    def estimate(length: int) -> int:
+        """Returns the hit that a search in the index finds."""
+        return next((i for i, h in enumerate(_hashes(length)) if h not in announced), length // 4)
+
+    run(pool, 80).finish("done")
+    assert estimate(80) == pool.match_prefix(_hashes(80)) == 20
+    first = pool.lease([], 30)  # evicts window pages in the middle only
+    assert first is not None
+    assert estimate(80) == pool.match_prefix(_hashes(80)) == 20
+    assert estimate(40) > pool.match_prefix(_hashes(40)), "too high for a prompt that leaves the cached one"
+    second = pool.lease([], 12)  # evicts the last four blocks; two window pages before them are left
+    assert second is not None
+    assert estimate(80) == pool.match_prefix(_hashes(80)) == 16
+    third = pool.lease([], 4)  # evicts two more blocks: no boundary is usable, although full pages are cached
+    assert third is not None
+    assert estimate(80) == pool.match_prefix(_hashes(80)) == 0
+    assert pool.counts().cached == 14
