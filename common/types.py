@@ -215,6 +215,7 @@ class PodLoad:
     transfer_rate: float = 0.0  # Prompt tokens per second that the transfer of KV reaches.
     hand_off_s: float = 0.0  # Fixed time at the end of a hand-off, after the last byte.
     pull_s: float = 0.0  # Fixed time of a pull, without the bytes.
+    disk_rate: float = 0.0  # Prompt tokens per second whose KV the pod reads from its disk tier.
 
     @property
     def has_decode_times(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import open_channel
 from common.tls import TlsFiles
 from common.types import Role
+from engine.kv.blocks import CacheCallbacks
 from prefix_index.publisher import IndexPublisher, read_name_owner
 from prefix_index.reader import IndexReader
 from prefix_index.store import CacheTier, PodRecord
@@ -35,6 +37,18 @@ class CacheEventRelay:
 
     def __init__(self) -> None:
         self.index: IndexPublisher | None = None
+
+    def callbacks(self) -> CacheCallbacks:
+        """Returns the callbacks of a block pool."""
+        host, disk = CacheTier.HOST, CacheTier.DISK
+        return CacheCallbacks(
+            on_stored=self.stored,
+            on_evicted=self.evicted,
+            on_host_stored=functools.partial(self.stored, tier=host),
+            on_host_evicted=functools.partial(self.evicted, tier=host),
+            on_disk_stored=functools.partial(self.stored, tier=disk),
+            on_disk_evicted=functools.partial(self.evicted, tier=disk),
+        )
 
     def stored(self, hashes: list[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
         if self.index is not None:

@@ -60,6 +60,7 @@ class PodMetrics:
         self.pulled_blocks = m.counter("pulled_blocks", "KV blocks that came from other pods' caches.")
         self.pull_seconds = m.histogram("pull_seconds", "Seconds of pulls that succeeded.")
         self.pull_predicted = m.histogram("pull_predicted_seconds", "Seconds that routing expected of the same pulls.")
+        self.warm_up_blocks = m.gauge("warm_up_blocks", "KV blocks that the pod pulled before it was ready.")
         self.lent_blocks = m.counter("lent_blocks", "KV blocks held for other pods that asked for them.")
         self._hand_offs = m.counter("hand_offs", "KV hand-offs that this pod completed as the sender.", ["transport"])
         self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
@@ -82,6 +83,7 @@ class PodMetrics:
         self._add_work_metrics(load)
         self._add_speculation_metrics()
         self._add_host_tier_metrics(lambda: node.stats().damaged_transfers)
+        self._add_disk_tier_metrics()
         self._add_transfer_metrics(node)
 
     def set_pod_info(self, role: str, model: str, version: str) -> None:
@@ -143,6 +145,30 @@ class PodMetrics:
 
         text = "Batches of KV blocks that failed their checksums (with --checksums)."
         counter("damaged_kv", text, _by(damaged, dict), ["where"])
+
+    def _add_disk_tier_metrics(self) -> None:
+        tier, stats, size = self._engine.pool.disk_tier, self._engine.pool.disk_stats, self._engine.layout.block_bytes
+        counter, gauge = self.metrics.sampled_counter, self.metrics.sampled_gauge
+        configured = self._engine.config.disk_cache is not None
+        text = "1 while blocks are written to the disk and read from it; 0 after a failure, and while a disk is full."
+        works = None if not configured else (lambda: False) if tier is None else (lambda: tier.working)
+        gauge("disk_tier_working", text, _one(lambda: None if works is None else works()))
+        blocks = _by(stats, lambda now: {"blocks": now.blocks * size, "files": now.size, "limit": now.max_size})
+        gauge(
+            "disk_tier_bytes",
+            "KV blocks on the disk that can be read, size of all files, and its limit.",
+            blocks,
+            ["of"],
+        )
+        moved = _by(stats, lambda now: {"to_disk": now.written * size, "to_host": now.loaded * size})
+        counter("disk_moved_bytes", "KV bytes written to the disk and read back.", moved, ["direction"])
+        found = _one(lambda: None if (now := stats()) is None else now.restored)
+        gauge("disk_restored_blocks", "KV blocks that the pod found on the disk when it started.", found)
+        loads = _by(stats, lambda now: {"computed": now.computed, "late": now.late, "damaged": now.damaged})
+        text = "Prompts whose blocks on the disk were not used, or only in part, by reason."
+        counter("disk_loads_given_up", text, loads, ["reason"])
+        rate = _one(lambda: tier.read_rate if tier is not None else None)
+        gauge("disk_read_bytes_per_second", "Rate of the last loads from the disk; 0 before the first one.", rate)
 
     def _add_transfer_metrics(self, node: TransferNode) -> None:
         stats, counter, gauge = node.stats, self.metrics.sampled_counter, self.metrics.sampled_gauge

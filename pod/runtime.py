@@ -54,9 +54,10 @@ from pod.rates import PodRates
 from pod.requests import RequestRegistry
 from pod.role import PodRole, PodService, RoleSwitchReport, engine_config, local_chunk_tokens
 from pod.services import ControlServicer, Embedder
+from pod.warm_up import HotPrefixes, warm_up_from_peers
 from pod.watch import PodWatch
 from prefix_index.publisher import IndexPublisher, mint_generation
-from prefix_index.store import CacheTier, PodRecord
+from prefix_index.store import PodRecord
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +134,10 @@ class PodRuntime:
             damaged=self._on_pool_inconsistent,
             leave=self._drain_and_exit,
         )
+        self.hot_prefixes = HotPrefixes()
         self.rates = PodRates(engine.scheduler.config.chunk_tokens)
+        if engine.pool.disk_tier is not None:
+            engine.pool.disk_tier.compute_s = self.rates.prefill_estimate_s
         self._aio = asyncio.get_running_loop()
         self.watch = PodWatch(
             *(config.stuck_step_s, engine, self.engine_loop, self.transfer_node, self.rates),
@@ -154,14 +158,7 @@ class PodRuntime:
         if settings.resolve_device().type == "cuda":
             require_mappable_kv(config)
         cache_events = CacheEventRelay()
-        load = functools.partial(
-            Engine,
-            on_stored=cache_events.stored,
-            on_evicted=cache_events.evicted,
-            on_host_stored=functools.partial(cache_events.stored, tier=CacheTier.HOST),
-            on_host_evicted=functools.partial(cache_events.evicted, tier=CacheTier.HOST),
-            start_ranks=functools.partial(start_ranks, config),
-        )
+        load = functools.partial(Engine, start_ranks=functools.partial(start_ranks, config), **cache_events.callbacks())
         engine = await asyncio.to_thread(load, settings)
         blocks, layout = engine.pool.counts().total, engine.layout
         size = f"{blocks * layout.block_bytes / (1 << 20):.0f} MiB"
@@ -201,6 +198,7 @@ class PodRuntime:
         if self.config.metrics_port:
             self._metrics_server = self.metrics.metrics.start_metrics_server(self.config.metrics_port, self.config.host)
         if self.config.redis:
+            self.metrics.warm_up_blocks.set(await warm_up_from_peers(self.config, self.engine, self.transfer_node))
             await self._join_index(self.config.redis)
         self._health.start()
         self.lifecycle.ready()
@@ -225,8 +223,13 @@ class PodRuntime:
             max_model_len=self.engine.max_model_len,
             num_blocks=self.engine.pool.num_blocks,
         )
-        device, host = self.engine.pool.cached_hashes, self.engine.pool.host_hashes
-        self._index = self._cache_events.index = IndexPublisher(redis, record, device, self.load, host_snapshot=host)
+        pool = self.engine.pool
+        self._index = self._cache_events.index = IndexPublisher(
+            *(redis, record, pool.cached_hashes, self.load),
+            host_snapshot=pool.host_hashes,
+            disk_snapshot=pool.disk_hashes,
+            hot_prefixes=self.hot_prefixes.to_bytes,
+        )
         self.metrics.index_registered = lambda: None if self._index is None else self._index.registered
         await self._index.start()
 
@@ -470,6 +473,7 @@ class PodRuntime:
             transfer_rate=transfer_rate,
             hand_off_s=hand_off_s,
             pull_s=self.rates.pull_s(),
+            disk_rate=self.engine.pool.disk_tokens_per_s(),
         )
 
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:
@@ -500,3 +504,4 @@ class PodRuntime:
         prompt = result.num_prompt_tokens + result.num_recomputed_tokens
         self.rates.observe_step(prompt, result.num_decode_tokens, result.seconds)
         self.metrics.observe_step(result)
+        self.hot_prefixes.count(result)

@@ -149,6 +149,12 @@ class IndexReader:
         state = self._scopes.get(scope)
         return state is not None and state.gateways == 1 and self._clock() - state.asked_at < ONLY_GATEWAY_S
 
+    async def hot_prefixes(self, scope: str, pods: Sequence[str]) -> list[bytes | None]:
+        """Returns what each pod published as its most used prefixes (pod/warm_up.py). Raises IndexUnavailable."""
+        names = [IndexKeys(scope).hot_prefixes(pod) for pod in pods]
+        answers: list[Any] = await self._call(lambda client: client.mget(names), min_timeout_s=POLL_TIMEOUT_S)
+        return [raw if isinstance(raw, bytes) else None for raw in answers]
+
     async def lookup(self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
         """Returns how many leading blocks of `hashes` (16 bytes each) each (pod, generation) holds in any tier.
 
@@ -194,15 +200,15 @@ class IndexReader:
         args += [b"", *(x for pod in pods for x in pod)] if few else [pack_sampled_positions(chain, state.sampling)]
         epoch, levels, rows = await self._run(client, scope, self._lookup, (keys.postings, keys.slots), args)
         if few:
-            return {pod: PrefixHits(*held) for pod, *held in zip(pods, rows[::2], rows[1::2], strict=True)}
+            return {pod: PrefixHits(*rows[3 * i : 3 * i + 3]) for i, pod in enumerate(pods)}
         matched: dict[tuple[str, int], PrefixHits] = {}
         if epoch == state.epoch:  # otherwise the slots belong to other pods than at the last poll
             for blocks, slots in zip(levels[::2], levels[1::2], strict=True):
                 owners = filter(None, map(state.owners.get, unpack_slots(slots)))
                 matched.update(dict.fromkeys(owners, PrefixHits(blocks, blocks)))
-        for owner, device, blocks in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-            name, _, generation = owner.decode().rpartition(":")
-            matched[name, int(generation)] = PrefixHits(device, blocks)
+        for i in range(0, len(rows), 4):
+            name, _, generation = rows[i].decode().rpartition(":")
+            matched[name, int(generation)] = PrefixHits(*rows[i + 1 : i + 4])
         return matched
 
     async def book(

@@ -3,7 +3,7 @@
 All keys of a scope carry the hash tag {scope}, so that every script runs on one slot of a Redis Cluster. The only other
 key is `kv:scopes`; no script uses it. Required: Redis or Valkey 7.2.
 
-    block of a prompt --hash--> 16 bytes --first 8--> sets own:POD:GEN and host:POD:GEN (blocks of a pod by tier)
+    block of a prompt --hash--> 16 bytes --first 8--> sets own:, host: and disk:POD:GEN (blocks of a pod by tier)
                                  one hash in `sampling_interval` --> posting in `where`: slots of the pods that hold it
     slot (2 bytes) --slots--> POD:GEN
 """
@@ -29,6 +29,7 @@ SAMPLED_TOKENS = 128  #: Tokens per sampled block, on average.
 
 LEASE_MS = 10_000
 HELD_TTL_S = 60
+HOT_TTL_S = 90
 INFO_TTL_S = 3_600
 PODS_TTL_S = 86_400
 
@@ -38,6 +39,7 @@ class CacheTier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 class PrefixHits(NamedTuple):
@@ -45,6 +47,7 @@ class PrefixHits(NamedTuple):
 
     device_blocks: int = 0  #: In device memory.
     total_blocks: int = 0  #: In any tier, at least device_blocks.
+    disk_blocks: int = 0  #: Those of total_blocks, at its end, that only the disk has.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +135,16 @@ class IndexKeys:
         return f"{self.prefix}load:{pod}"
 
     def held_blocks(self, pod: str, generation: int, tier: CacheTier = CacheTier.DEVICE) -> str:
-        return f"{self.prefix}{'own' if tier is CacheTier.DEVICE else 'host'}:{pod}:{generation}"
+        return f"{self.prefix}{'own' if tier is CacheTier.DEVICE else tier}:{pod}:{generation}"
 
     def shadow(self, pod: str, generation: int, number: int, tier: CacheTier = CacheTier.DEVICE) -> str:
         return f"{self.held_blocks(pod, generation, tier)}:{number}"
 
     def batch_number(self, pod: str, generation: int) -> str:
         return f"{self.prefix}seq:{pod}:{generation}"
+
+    def hot_prefixes(self, pod: str) -> str:
+        return f"{self.prefix}hot:{pod}"
 
     def bookings(self, pod: str) -> str:
         return f"{self.prefix}resv:{pod}"

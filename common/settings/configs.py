@@ -288,6 +288,15 @@ class HandOffSettings(Settings, section="Hand-off between pods"):
         "A cached prefix of another pod: push (that pod sends it) or off (compute it)",
         was_values={"read": "push"},
     )
+    warm_up_s: float = setting(
+        kinds.seconds(0, 600),
+        0.0,
+        "Max seconds in which a new pod pulls the most used prefixes of its peers before it is ready; needs a prefix "
+        "index; 0: none",
+    )
+    warm_up_size: int = setting(
+        kinds.size(0), 4 << 30, "Max bytes of these prefixes, and at most half of the KV pool; default: 4GiB"
+    )
     allow_tcp: bool = setting(kinds.BOOL, False, "Allow TCP, or an unknown transport, for KV in GPU memory")
     staging: str = setting(
         kinds.choice("auto", "on", "off"),

@@ -241,6 +241,11 @@ class BlockPool:
         """Returns all hashes in the disk tier."""
         return [] if self.disk_tier is None else self.disk_tier.store.hashes()
 
+    def disk_tokens_per_s(self) -> float:
+        """Returns the prompt tokens per second that loads from the disk reach; 0 before the first one."""
+        tier = self.disk_tier
+        return 0.0 if tier is None else tier.read_rate / tier.store.block_bytes * self.block_size
+
     def disk_stats(self) -> DiskTierStats | None:
         """Returns the counts of the disk tier; None without one."""
         return None if self.disk_tier is None else self.disk_tier.stats()

@@ -83,7 +83,7 @@ class DiskCopier:
             blocks = [
                 StoredBlock(write.key, write.parent, memoryview(self._rows[write.host_block])) for write in writes
             ]
-            written = self._store.append(blocks)
+            written = self._store.append(blocks, self._tier.write_epoch)
         except OSError as error:
             log.warning("%s takes no KV blocks for %g s: %s", self._store.directory, PAUSE_S, describe(error))
             pause_s = PAUSE_S

@@ -26,7 +26,7 @@ from engine.kv.segment_store import SegmentStore
 MIN_HOST_BLOCKS = 16  # A smaller host tier has no room for blocks under way
 MAX_LOADS = 64  # Loads that wait for the thread; further prompts are computed
 WRITE_BATCH_BYTES = 64 << 20
-MAX_TRIES = 64  # Blocks that one search for a batch looks at
+MAX_TRIES = 256  # Blocks that one search for a batch looks at
 RATE_DECAY = 0.9  # Each load multiplies the weight of older ones by this
 RATE_TTL_S = 60.0  # An older rate counts as unknown: a slow one would stop all loads, and so never be corrected
 WAIT_FACTOR, MIN_WAIT_S, MAX_WAIT_S = 4.0, 0.5, 10.0  # A prompt waits for a load for so many times its predicted time
@@ -46,6 +46,11 @@ class DiskTierStats:
     computed: int = 0  # Prompts whose blocks were not read because computing them is predicted to be faster
     late: int = 0  # Loads that a prompt did not wait for to the end
     failures: int = 0  # Writes that failed, and ends of the tier by an error
+
+
+def saves_time(read_s: float, compute_s: float) -> bool:
+    """Returns whether blocks are read, not computed, by the predicted seconds of both; 0: unknown."""
+    return not (read_s and compute_s) or read_s < compute_s
 
 
 class HostWrite(NamedTuple):
@@ -101,6 +106,7 @@ class DiskTier:
         self._cache, self._host = cache, host_tier
         self._stats = DiskTierStats(0, 0, store.max_bytes)
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # Blocks of the host to write, oldest first
+        self.write_epoch = 0  # Epoch of the store when the writes under way were chosen
         self._writing = self._reading = False
         self._loads: deque[DiskLoad] = deque()  # Loads that wait, and the one under way, which is the first
         self._read_bytes = self._read_s = 0.0  # Of the last loads, with decaying weights
@@ -149,7 +155,7 @@ class DiskTier:
             if running is not None:
                 return running
             read_s, needed_s = self.read_s(len(keys)), (compute_s or self.compute_s)(len(keys) * self.block_size)
-            if len(self._loads) >= MAX_LOADS or (read_s and needed_s and read_s >= needed_s):
+            if len(self._loads) >= MAX_LOADS or not saves_time(read_s, needed_s):
                 self._stats.computed += 1
                 return NO_LOAD
             self._host.mark_used(hashes[device:held])
@@ -181,23 +187,21 @@ class DiskTier:
         with self._changed:
             while True:
                 now = time.monotonic()
-                if self.closed or (self._stop_at is not None and (not self._flushing or now >= self._stop_at)):
+                if self.closed or (self._stop_at is not None and now >= self._stop_at):
                     return None
                 if now >= self._paused_until and (writes := self._choose_writes()):
                     self._writing = True
                     return writes
+                if self._stop_at is not None and not self._host.busy:
+                    return None
                 paused_s = max(0.0, self._paused_until - now)
                 left_s = None if self._stop_at is None else max(0.0, self._stop_at - now)
                 waits = [seconds for seconds in (paused_s or None, left_s) if seconds is not None]
                 self._changed.wait(min(waits, default=None))
 
-    @property
-    def _flushing(self) -> bool:
-        """Whether the host has blocks that the disk lacks, or is about to get some."""
-        return bool(self._unwritten) or self._host.busy
-
     def _choose_writes(self) -> list[HostWrite]:
         """Takes the start of the chain of the oldest block whose chain can be written now; empty if there is none."""
+        self.write_epoch = self.store.epoch
         limit = max(1, min(self._host.max_lent, WRITE_BATCH_BYTES // self.store.block_bytes))
         for _ in range(min(MAX_TRIES, len(self._unwritten))):
             key = next(iter(self._unwritten))
@@ -212,7 +216,10 @@ class DiskTier:
                     writes.append(HostWrite(link, parent, self._host.lend(link)))
                     parent = link
                 return writes
-            self._unwritten.move_to_end(key)  # the copy of its parent is not made yet, or its parent is lost
+            if parent is not None and (parent in self._cache.block_by_hash or self._host.parent_of(parent) is not None):
+                self._unwritten.move_to_end(key)  # its parent comes later
+            else:
+                del self._unwritten[key]  # its parent is lost
         return []
 
     def finish_writes(self, writes: Sequence[HostWrite], written: int, *, pause_s: float = 0.0) -> None:

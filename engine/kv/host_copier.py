@@ -36,9 +36,7 @@ class HostCopier:
     def record_checksums(self, host_blocks: Sequence[int]) -> None:
         """Notes the checksums of host blocks that another thread has filled; before the host tier knows them."""
         if self._checksums is not None:
-            self._checksums.update(
-                {host: zlib.crc32(memoryview(self.memory.data[host].numpy())) for host in host_blocks}
-            )
+            self._checksums.update({host: zlib.crc32(self.memory.data[host].numpy().tobytes()) for host in host_blocks})
 
     def stop(self) -> None:
         """Ends the thread. Idempotent."""

@@ -29,6 +29,7 @@ from common.errors import BatonError
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
 NO_PARENT = b""
+ANCESTOR_BATCHES = 4  # Copies of blocks for the disk that one copy of idle blocks may cause
 CLEAR_S = 1.0  # Longest wait of `clear` for the copy under way
 
 
@@ -422,17 +423,17 @@ class HostTier:
                 if key not in self._index and ancestor not in self._cache.saving:
                     missing.append(ancestor)
                 ancestor = self._cache.parent(ancestor)
-        missing = missing[-min(self._batch, self.max_lent) :]  # those next to the start of a prompt
-        if not missing:
-            return
-        keys = [key for block in missing if (key := hash_by_block[block]) is not None]
-        parents = [self._cache.parent_hash(block) or NO_PARENT for block in missing]
-        release = self.pin_for_read(missing)
-        host_blocks = self._allocate(len(missing))
-        for key, parent, host_block in zip(keys, parents, host_blocks, strict=True):
-            self._insert(key, parent, host_block)
-        self._on_stored(keys[::-1])
-        self._queue.append(HostCopy(keys, missing, host_blocks, release))
+        missing = missing[-min(ANCESTOR_BATCHES * self._batch, self.max_lent) :]  # those next to the start of a prompt
+        for start in range(0, len(missing), self._batch):
+            part = missing[start : start + self._batch]
+            keys = [key for block in part if (key := hash_by_block[block]) is not None]
+            parents = [self._cache.parent_hash(block) or NO_PARENT for block in part]
+            release = self.pin_for_read(part)
+            host_blocks = self._allocate(len(part))
+            for key, parent, host_block in zip(keys, parents, host_blocks, strict=True):
+                self._insert(key, parent, host_block)
+            self._on_stored(keys[::-1])
+            self._queue.append(HostCopy(keys, part, host_blocks, release))
 
     def _allocate(self, count: int) -> list[int]:
         """Returns `count` host blocks, ascending; the least recently used contents are forgotten for them."""

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.block_hash import HASH_BYTES
+from common.errors import describe
 from engine.kv.prefix_cache import HashesCallback
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class SegmentStore:
         self._doomed: list[Path] = []  # Files to remove
         self._next_number = 0
         self._readers: ThreadPoolExecutor | None = None
+        self.epoch = 0  # Number of calls of `clear`
         self.damaged = 0  # Blocks and ends of files that were cut or had a wrong checksum
 
     @staticmethod
@@ -176,7 +178,7 @@ class SegmentStore:
             if file is None or os.preadv(file, [header, target], place.offset) != self.record_bytes:
                 return False
         except OSError as error:
-            log.warning("a KV block cannot be read from %s: %s", self.directory, error)
+            log.warning("a KV block cannot be read from %s: %s", self.directory, describe(error))
             return False
         record = _parse_record(header)
         return record is not None and record[1] == key and record[3] == zlib.crc32(target)
@@ -191,6 +193,7 @@ class SegmentStore:
     def clear(self) -> None:
         """Forgets all blocks. The files are removed by the next `append`, `scan` or `close`."""
         with self._lock:
+            self.epoch += 1
             self._drop(list(self._index))
             self._doomed += [segment.path for segment in self._segments.values()]
             self._segments.clear()
@@ -226,7 +229,7 @@ class SegmentStore:
                 segment = _Segment(int(path.stem), path, status.st_size)
                 blocks = self._scan_segment(segment)
             except (ValueError, OSError) as error:
-                log.warning("%s cannot be read and is not used: %s", path, error)
+                log.warning("%s cannot be read and is not used: %s", path, describe(error))
                 continue
             found.update(blocks)  # of a block that was written twice, the newer one counts
             segments.append((status.st_mtime_ns if blocks else 0, segment))
@@ -271,23 +274,25 @@ class SegmentStore:
         if pending:
             self._on_stored(pending)
 
-    def append(self, blocks: Sequence[StoredBlock]) -> int:
+    def append(self, blocks: Sequence[StoredBlock], epoch: int | None = None) -> int:
         """Writes blocks, parents first; returns how many entered the index. Removes segments if there is no room.
 
-        A block without its parent, or that is there already, is skipped. Raises OSError (a full disk); the blocks
-        before it are written.
+        A block without its parent, or that is there already, is skipped. After a `clear` since `epoch`, or since the
+        call, nothing is kept. Raises OSError (a full disk); the blocks before it are written.
         """
         stored: list[bytes] = []
+        epoch = self.epoch if epoch is None else epoch
         try:
             for block in blocks:
+                if epoch != self.epoch:
+                    break
                 if block.key in self._index or (block.parent and block.parent not in self._index):
                     continue
                 file, segment = self._open_segment()
                 place = _Place(segment.number, segment.size, block.parent)
                 self._write(file, segment, _record(block), block.content)
                 with self._lock:
-                    there = segment.number in self._segments  # else `clear` came meanwhile
-                    if there and (not block.parent or block.parent in self._index):
+                    if epoch == self.epoch and (not block.parent or block.parent in self._index):
                         self._insert(block.key, place)
                         stored.append(block.key)
         finally:
@@ -317,7 +322,7 @@ class SegmentStore:
         try:
             self.seal()
         except OSError as error:
-            log.warning("the newest KV segment in %s may be lost: %s", self.directory, error)
+            log.warning("the newest KV segment in %s may be lost: %s", self.directory, describe(error))
         self._remove_doomed()
         if self._readers is not None:
             self._readers.shutdown()

@@ -22,6 +22,7 @@ DEFAULT_TRANSFER_RATE = 20_000.0  #: Rate at which KV is moved, in prompt tokens
 DEFAULT_HAND_OFF_S, DEFAULT_PULL_S = 0.005, 0.02  #: End of a hand-off, latency of a pull, without moving KV.
 
 HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.
+DISK_SPEEDUP = 2.0  #: The same for the disk of a pod that has not measured it.
 DISPATCH_DELAY_S = 0.02  #: A booking made this shortly before a report may have reached the pod after it.
 
 
@@ -141,6 +142,12 @@ class PodView:
         """A request goes to the pod."""
         self.breaker.on_sent(request_id, now)
         self.slowness.on_sent(now)
+
+    @property
+    def disk_s_per_token(self) -> float:
+        """Time to read the KV of one prompt token from the pod's disk tier."""
+        rate = 0.0 if self.load is None else self.load.disk_rate
+        return 1 / rate if rate > 0 else self.prefill_s_per_token / DISK_SPEEDUP
 
     def queue_s(self, now: float) -> float:
         """Returns the seconds until the pod can start a new prompt."""

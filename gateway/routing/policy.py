@@ -2,7 +2,7 @@
 
 CostPolicy ranks by predicted seconds, at rates that the pods measure themselves:
 
-    prefill:  queue + overhead + tokens to compute / rate * (1 + QUEUE_EXTERNALITY) + fetch from host memory or a peer
+    prefill:  queue + overhead + tokens to compute / rate * (1 + QUEUE_EXTERNALITY) + fetch (host, disk, peer)
     decode:   moving the KV + output tokens * (step + the time that the sequence and its neighbours cost each other)
 
 Computing counts more than waiting, because later requests wait for it too. So a hot prefix is computed on another pod
@@ -58,7 +58,7 @@ class RoutingRequest:
     """One request as routing sees it. Hits are leading prompt tokens by pod name.
 
     prompt  0                                                      prompt_len
-            |<- device_hits ->|<- host_hits ->|                             what the pod holds now
+            |<- device_hits ->|<- host_hits ->|<- disk_hits ->|             what the pod holds now
             |<---------- inflight_hits ---------->|                         once its running prompts are computed
             |<---------- expected_hits() -------->|                         the longer of the two
     """
@@ -67,6 +67,7 @@ class RoutingRequest:
     max_tokens: int  #: Output tokens that may still be generated.
     device_hits: Mapping[str, int] = field(default_factory=dict)  #: Tokens in device memory.
     host_hits: Mapping[str, int] = field(default_factory=dict)  #: Further tokens in host memory.
+    disk_hits: Mapping[str, int] = field(default_factory=dict)  #: Further tokens on the disk.
     inflight_hits: Mapping[str, int] = field(default_factory=dict)  #: Once its prompts are computed.
     pull_offers: Mapping[str, PullOffer] = field(default_factory=dict)  #: Pull offers by the name of the pulling pod.
     affinity: str = ""  #: Requests of equal affinity prefer the same pod; "" for none. A hint.
@@ -74,11 +75,12 @@ class RoutingRequest:
 
     def expected_hits(self) -> Mapping[str, int]:
         """Returns by pod the prompt tokens that need no computing there when the request's turn comes."""
-        if not self.host_hits and not self.inflight_hits:
+        if not self.host_hits and not self.disk_hits and not self.inflight_hits:
             return self.device_hits
         hits = dict(self.device_hits)
-        for pod, tokens in self.host_hits.items():
-            hits[pod] = hits.get(pod, 0) + tokens
+        for tier in (self.host_hits, self.disk_hits):
+            for pod, tokens in tier.items():
+                hits[pod] = hits.get(pod, 0) + tokens
         for pod, tokens in self.inflight_hits.items():
             hits[pod] = max(hits.get(pod, 0), tokens)
         return hits
@@ -129,7 +131,7 @@ class CostPolicy:
             for view in views
             if view.max_request_tokens >= length
         ]
-        if request.host_hits or request.pull_offers:
+        if request.host_hits or request.disk_hits or request.pull_offers:
             scored = [(cost + _fetch_s(request, view, hits), view) for cost, view in scored]
         # Among equal costs a pod that holds the prefix comes before one that has to pull it.
         offers = request.pull_offers
@@ -249,12 +251,16 @@ def make_option(
 
 
 def _fetch_s(request: RoutingRequest, view: PodView, expected_hits: Mapping[str, int]) -> float:
-    """Returns what fetching adds to a pod's cost: seconds from host memory, or a pull less the computing it saves."""
+    """Returns what fetching adds to a pod's cost: seconds from its host memory and disk, or a pull less its saving."""
     used = expected_hits.get(view.name, 0)
-    from_host = min(
-        request.host_hits.get(view.name, 0), max(0, request.prompt_len - 1 - request.device_hits.get(view.name, 0))
-    )
+    left = max(0, request.prompt_len - 1 - request.device_hits.get(view.name, 0))
+    from_host = min(request.host_hits.get(view.name, 0), left)
     host_s = from_host * view.prefill_s_per_token / HOST_SPEEDUP
+    if from_disk := min(request.disk_hits.get(view.name, 0), left - from_host):
+        # A pod computes what it would read more slowly.
+        reads = view.disk_s_per_token < view.prefill_s_per_token
+        worth = view.disk_s_per_token if reads else view.prefill_s_per_token * (1 + QUEUE_EXTERNALITY)
+        host_s += from_disk * worth
     offer = request.pull_offers.get(view.name)
     if offer is None:
         return host_s

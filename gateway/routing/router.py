@@ -60,6 +60,7 @@ class HashedPrompt:
     block_size: int = 1
     device_hits: Mapping[str, int] = field(default_factory=dict)
     host_hits: Mapping[str, int] = field(default_factory=dict)  #: Further tokens in host memory.
+    disk_hits: Mapping[str, int] = field(default_factory=dict)  #: Further tokens on the disk.
 
     @property
     def prefix_key(self) -> bytes:
@@ -144,11 +145,12 @@ class Router:
         self.metrics.index_lookup.observe(time.monotonic() - start)
         device_hits = {pod: hits.device_blocks * size for pod, hits in found.items() if hits.device_blocks}
         host_hits = {
-            pod: (hits.total_blocks - hits.device_blocks) * size
+            pod: tokens * size
             for pod, hits in found.items()
-            if hits.total_blocks > hits.device_blocks
+            if (tokens := hits.total_blocks - hits.device_blocks - hits.disk_blocks)
         }
-        return HashedPrompt(hashes, size, device_hits, host_hits)
+        disk_hits = {pod: hits.disk_blocks * size for pod, hits in found.items() if hits.disk_blocks}
+        return HashedPrompt(hashes, size, device_hits, host_hits, disk_hits)
 
     def _index(self) -> IndexReader | None:
         return self._table.index if self._table.index_up else None
@@ -359,6 +361,7 @@ class RoutingPlan:
             max_tokens=self.request.sampling.max_tokens - len(self.request.output_ids),
             device_hits=prompt.device_hits,
             host_hits=prompt.host_hits,
+            disk_hits=prompt.disk_hits,
             inflight_hits={pod: blocks * prompt.block_size for pod, blocks in inflight.items()},
             affinity=self.affinity or ("" if self.index_answered else prompt.prefix_key.hex()),
             prefix_key=prompt.prefix_key,

@@ -1,5 +1,5 @@
--- The number of leading blocks of a chain that pods hold. A pod's device is prefix-closed (eviction is leaf-first), and
--- so are all its tiers together. The longest match is therefore found by a search in the pod's sets.
+-- The number of leading blocks of a chain that pods hold. A pod's device is prefix-closed (eviction is leaf-first), so is
+-- its disk, and so are all its tiers together. The longest match is therefore found by a search in the pod's sets.
 --
 -- The caller names the pods if they are few. Otherwise postings show at which sampled blocks the number of holders
 -- drops. The search visits only these levels, so its cost depends on the number of different levels, not on the number
@@ -11,9 +11,10 @@
 --
 -- KEYS: where, slots   ARGV: key prefix, chain (packed, 8 bytes each), then either '' and the pods (name, generation,
 --       ...), or positions of the chain's sampled blocks (4 bytes each)
--- Returns {epoch of the slots, levels, rows}. With named pods: no levels, and per pod two rows: blocks on the device,
--- blocks in all tiers. Otherwise: levels, ascending, as number of blocks and packed slots of the pods that hold them;
--- and per searched pod three rows, with pod:generation first. Pods without a lease of the generation hold 0 blocks.
+-- Returns {epoch of the slots, levels, rows}. With named pods: no levels, and per pod three rows: blocks on the
+-- device, in all tiers, and those of them that only the disk has. Otherwise: levels, ascending, as number of blocks and
+-- packed slots of the pods that hold them; and per searched pod four rows, with pod:generation first. Pods without a
+-- lease of the generation hold 0 blocks.
 local MOST = 16
 local FAN = 4 -- a probe is a cache miss in a large table and costs more than one more command
 local call = redis.call
@@ -29,7 +30,7 @@ local function position(i)
   return a + 256 * b + 65536 * c
 end
 
-local info = call('HMGET', KEYS[2], 'epoch', 'hosts')
+local info = call('HMGET', KEYS[2], 'epoch', 'hosts', 'disks')
 -- The most frequent result of searches with the same bounds, and its lead over other results (majority vote): a shared
 -- prefix ends at the same block for most pods.
 local likely, lead = {}, {}
@@ -84,14 +85,22 @@ local function search(set, held, first, last)
   return low
 end
 
--- Leading blocks of a pod on the device, and in all tiers.
+-- Leading blocks of a pod on the device, in all tiers, and those of the latter that only the disk has.
 local function holds(owner, first, last)
   local device = search(prefix .. 'own:' .. owner, 0, first, last)
-  local host = prefix .. 'host:' .. owner
-  if info[2] and device < length and call('SISMEMBER', host, block(device + 1)) == 1 then
-    return device, search(host, device + 1, device + 1, length + 1)
+  local ends = {device, device}
+  for tier, name in ipairs({'host:', 'disk:'}) do
+    local set, held = prefix .. name .. owner, ends[1]
+    if info[1 + tier] and held < length and call('SISMEMBER', set, block(held + 1)) == 1 then
+      held = search(set, held + 1, held + 1, length + 1)
+    end
+    if tier == 1 then
+      ends = {held, held}
+    else
+      ends[2] = held
+    end
   end
-  return device, device
+  return device, ends[2], ends[2] - ends[1]
 end
 
 local function leases(names)
@@ -110,11 +119,11 @@ if #ARGV > 3 then
     names[#names + 1] = ARGV[i]
   end
   for i, generation in ipairs(leases(names)) do
-    local device, all = 0, 0
+    local device, all, disk = 0, 0, 0
     if generation == ARGV[2 * i + 3] then
-      device, all = holds(names[i] .. ':' .. generation, 0, length + 1)
+      device, all, disk = holds(names[i] .. ':' .. generation, 0, length + 1)
     end
-    rows[2 * i - 1], rows[2 * i] = device, all
+    rows[3 * i - 2], rows[3 * i - 1], rows[3 * i] = device, all, disk
   end
   return {info[1] or '', {}, rows}
 end
@@ -198,13 +207,14 @@ for j = #levels, 1, -1 do
   end
 end
 for i, generation in ipairs(leases(names)) do
-  local pod, device, all = found[i], 0, 0
+  local pod, device, all, disk = found[i], 0, 0, 0
   if generation == pod[2] then
-    device, all = holds(pod[1], pod[3], pod[4])
+    device, all, disk = holds(pod[1], pod[3], pod[4])
   end
   rows[#rows + 1] = pod[1]
   rows[#rows + 1] = device
   rows[#rows + 1] = all
+  rows[#rows + 1] = disk
 end
 local flat = {}
 for _, level in ipairs(levels) do

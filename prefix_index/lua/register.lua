@@ -11,7 +11,9 @@ if known and tonumber(known) > tonumber(generation) then
 end
 if known and known ~= generation then
   local former = pod .. ':' .. known
-  redis.call('UNLINK', prefix .. 'own:' .. former, prefix .. 'host:' .. former, prefix .. 'seq:' .. former)
+  for _, key in ipairs({'own:', 'host:', 'disk:', 'seq:'}) do
+    redis.call('UNLINK', prefix .. key .. former)
+  end
   redis.call('UNLINK', KEYS[5], KEYS[6])
 end
 

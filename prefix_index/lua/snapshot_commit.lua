@@ -6,14 +6,14 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then
   return 'fenced'
 end
 local complete = tonumber(redis.call('GET', KEYS[2]) or -1) < tonumber(ARGV[2])
-for tier = 1, 2 do
+for tier = 1, 3 do
   complete = complete and redis.call('SCARD', KEYS[2 * tier + 1]) == tonumber(ARGV[3 + tier])
 end
 if not complete then
-  redis.call('UNLINK', KEYS[3], KEYS[5])
+  redis.call('UNLINK', KEYS[3], KEYS[5], KEYS[7])
   return 'gap'
 end
-for tier = 1, 2 do
+for tier = 1, 3 do
   local shadow, set = KEYS[2 * tier + 1], KEYS[2 * tier + 2]
   redis.call('UNLINK', set)
   if tonumber(ARGV[3 + tier]) > 0 then
@@ -21,8 +21,10 @@ for tier = 1, 2 do
     redis.call('EXPIRE', set, ARGV[3])
   end
 end
-if tonumber(ARGV[5]) > 0 then
-  redis.call('HSET', KEYS[7], 'hosts', 1) -- look-ups read host tiers from now on
+for tier, flag in ipairs({'hosts', 'disks'}) do -- look-ups read these tiers from now on
+  if tonumber(ARGV[4 + tier]) > 0 then
+    redis.call('HSET', KEYS[9], flag, 1)
+  end
 end
 redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
 return 'ok'

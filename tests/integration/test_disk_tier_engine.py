@@ -221,7 +221,7 @@ def test_a_full_disk_stops_the_writes_and_not_the_reads(
     llm = make(model_dir, filled)
     tier = settled(llm)
 
-    def full(_: object) -> int:
+    def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tier.store, "append", full)

@@ -93,6 +93,28 @@ async def test_a_pod_that_moved_blocks_to_its_host_tier_still_holds_them(rig: Ri
         assert await rig.postings() == {h[:8] for h in blocks[:30] if h[0] % 8 == 0}
 
 
+async def test_blocks_that_only_the_disk_has_are_told_apart(rig: Rig) -> None:
+    blocks, other = chain(64, 50), chain(65, 10)
+    names = [("decode-0", 1_000)]
+    async with rig.pod(hashes=blocks[:20]) as pool:
+        assert pool.index is not None
+        pool.index.stored(blocks[20:30], CacheTier.HOST)
+        pool.index.stored([*blocks[:45], *other], CacheTier.DISK)
+
+        async def found() -> bool:
+            return (await rig.fresh().lookup_tiers(SCOPE, blocks, names))["decode-0"] == PrefixHits(20, 45, 15)
+
+        await until(found)
+        assert (await rig.fresh().lookup_tiers(SCOPE, other, names))["decode-0"] == PrefixHits(0, 10, 10)
+        pool.index.evicted([*blocks[40:45], *other], CacheTier.DISK)
+
+        async def fewer() -> bool:
+            return (await rig.fresh().lookup_tiers(SCOPE, blocks, names))["decode-0"] == PrefixHits(20, 40, 10)
+
+        await until(fewer)
+        assert await rig.postings() == {h[:8] for h in blocks[:40] if h[0] % 8 == 0}
+
+
 async def test_postings_follow_snapshots_and_the_slots_of_dead_pods_are_swept(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ class Pod:
             lambda: self.hashes(CacheTier.DEVICE),
             PodLoad,
             host_snapshot=lambda: self.hashes(CacheTier.HOST),
+            disk_snapshot=lambda: self.hashes(CacheTier.DISK),
         )
         self.wire = Wire(self.index._client)
         self.index._client = self.wire  # type: ignore[assignment]
@@ -97,8 +98,8 @@ class Pod:
             self.index.evicted(CHAINS[chain][depth:before][::-1], tier)
 
     def truth(self, chain: int) -> PrefixHits:
-        device, host = (self.held[tier][chain] for tier in CacheTier)
-        return PrefixHits(device, max(device, host))
+        device, host, disk = (self.held[tier][chain] for tier in CacheTier)
+        return PrefixHits(device, max(device, host, disk), max(0, disk - max(device, host)))
 
 
 class IndexMachine(RuleBasedStateMachine):

@@ -133,13 +133,14 @@ async def test_duplicates_gaps_and_zombies_are_refused(rig: Rig) -> None:
         keys.batch_number("p", 7),
         keys.held_blocks("p", 7),
         keys.held_blocks("p", 7, CacheTier.HOST),
+        keys.held_blocks("p", 7, CacheTier.DISK),
         keys.postings,
         keys.slots,
     )
     a, b, c = (os.urandom(8) for _ in range(3))
 
     async def send(generation: int, number: int, stored: bytes = b"", evicted: bytes = b"") -> Any:
-        args = (generation, number, 60, b"\x05\x00", 1, stored, evicted, b"", b"")
+        args = (generation, number, 60, b"\x05\x00", 1, stored, evicted, b"", b"", b"", b"")
         return await apply.run(rig.raw, names, args)
 
     assert await send(7, 1, a) == b"fenced"
@@ -154,7 +155,7 @@ async def test_duplicates_gaps_and_zombies_are_refused(rig: Rig) -> None:
     assert await rig.raw.smembers(names[2]) == {a, b}
     assert await send(7, 6, c, a) == b"ok"
     assert await rig.raw.smembers(names[2]) == {b, c}
-    assert await rig.raw.hgetall(names[4]) == {b: b"\x05\x00", c: b"\x05\x00"}
+    assert await rig.raw.hgetall(names[5]) == {b: b"\x05\x00", c: b"\x05\x00"}
 
 
 async def test_generations_only_grow(rig: Rig) -> None:

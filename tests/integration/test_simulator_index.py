@@ -98,6 +98,7 @@ class LuaIndex:
             *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.held_blocks(pod, generation)),
             *(
                 k.held_blocks(pod, generation, CacheTier.HOST),
+                k.held_blocks(pod, generation, CacheTier.DISK),
                 k.batch_number(pod, generation),
                 k.postings,
                 k.slots,
@@ -116,16 +117,17 @@ class LuaIndex:
                 k.batch_number(pod, generation),
                 k.held_blocks(pod, generation),
                 k.held_blocks(pod, generation, CacheTier.HOST),
+                k.held_blocks(pod, generation, CacheTier.DISK),
             ),
             *(k.postings, k.slots),
         )
         slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
-        args = (generation, number, HELD_TTL_S, slot, 1, _packed(stored), _packed(evicted), b"", b"")
+        args = (generation, number, HELD_TTL_S, slot, 1, _packed(stored), _packed(evicted), *[b""] * 4)
         return str((await LuaScript("postings", "apply", directory=LUA_DIR).run(self._client, names, args)).decode())
 
     async def snapshot(self, pod: str, generation: int, number: int, held: list[bytes]) -> str:
         k = self._keys
-        shadow, host = k.shadow(pod, generation, number), k.shadow(pod, generation, number, CacheTier.HOST)
+        shadow, *others = (k.shadow(pod, generation, number, tier) for tier in CacheTier)
         slot = self._slots.get((pod, generation), 0).to_bytes(2, "little")
         if held:
             args: tuple[Any, ...] = (generation, HELD_TTL_S, slot, 1, _packed(held))
@@ -135,9 +137,10 @@ class LuaIndex:
                 return str(answer.decode())
         names = (
             *(k.lease(pod), k.batch_number(pod, generation), shadow, k.held_blocks(pod, generation)),
-            *(host, k.held_blocks(pod, generation, CacheTier.HOST), k.slots),
+            *(others[0], k.held_blocks(pod, generation, CacheTier.HOST)),
+            *(others[1], k.held_blocks(pod, generation, CacheTier.DISK), k.slots),
         )
-        args = (generation, number, HELD_TTL_S, len(held), 0)
+        args = (generation, number, HELD_TTL_S, len(held), 0, 0)
         return str((await LuaScript("snapshot_commit", directory=LUA_DIR).run(self._client, names, args)).decode())
 
     async def leave(self, pod: str, generation: int) -> None:
@@ -146,6 +149,7 @@ class LuaIndex:
             *(k.pods, k.info(pod), k.lease(pod), k.load(pod), k.held_blocks(pod, generation)),
             *(
                 k.held_blocks(pod, generation, CacheTier.HOST),
+                k.held_blocks(pod, generation, CacheTier.DISK),
                 k.batch_number(pod, generation),
                 k.bookings(pod),
                 k.booking_units(pod),

@@ -71,3 +71,27 @@ def test_eviction_and_preemption_change_no_token(tmp_path: Path) -> None:
     assert llm.engine.pool.host_tier.wait_idle(20.0)
     llm.engine.pool.check_integrity()
     llm.engine.close()
+
+
+def test_a_restarted_engine_reads_its_blocks_from_the_disk(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=512, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, **shape)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    rng = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(3, 512, (400,), generator=rng).tolist() for _ in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    common = {"device": "cuda", "dtype": "float32", "block_size": 16, "chunk_tokens": 128}
+    expected = [c.ids for c in LLM(tmp_path, num_blocks=400, **common).generate(prompts, params)]  # type: ignore[arg-type]
+    disk = {"num_blocks": 60, "host_cache": 64 << 20, "disk_cache": str(tmp_path / "disk"), **common}
+    for loaded in (False, True):
+        llm = LLM(tmp_path, **disk)  # type: ignore[arg-type]
+        tier = llm.engine.pool.disk_tier
+        assert tier is not None
+        assert tier.wait_idle(60.0)
+        assert [llm.generate([prompt], params)[0].ids for prompt in prompts] == expected
+        assert tier.wait_idle(60.0)
+        assert (tier.stats().loaded > 0) == loaded
+        assert tier.stats().damaged == tier.stats().failures == 0
+        llm.engine.pool.check_integrity()
+        llm.engine.close()

@@ -125,6 +125,7 @@ def healthy() -> World:
             series("baton_pod_info", pod, role=pod.partition(":")[0], model="m", version="1.0"): level(1),
             series("baton_index_registered", pod): level(1),
             series("baton_host_tier_working", pod): level(1),
+            series("baton_disk_tier_working", pod): level(1),
             series("baton_damaged_kv_total", pod, where="transfer"): level(0),
             series("baton_pulls_total", pod, outcome="done", reason="all"): counter(20),
             series("baton_pulls_total", pod, outcome="failed", reason="Unavailable"): counter(1),
@@ -204,6 +205,7 @@ SCENARIOS: dict[str, World] = {
     },
     "BatonKvDamaged": {series("baton_damaged_kv_total", DECODE, where="transfer"): level(0, 1)},
     "BatonHostTierBroken": {series("baton_host_tier_working", DECODE): level(1, 0)},
+    "BatonDiskTierBroken": {series("baton_disk_tier_working", DECODE): level(0)},
     "BatonUnauthenticated": {
         series("baton_transfer_messages_dropped_total", DECODE, reason="unauthenticated"): counter(0, 30)
     },

@@ -99,6 +99,20 @@ def test_more_hits_never_raise_the_cost_and_a_longer_queue_never_lowers_it(
     assert cost(queued + more, held) > base
     assert cost(queued, held, inflight_hits={"p": held + more}) <= base
     assert cost(queued, held, host_hits={"p": more}) <= base
+    on_disk = cost(queued, held, disk_hits={"p": more})
+    assert cost(queued, held, host_hits={"p": more}) <= on_disk <= base
+
+
+def test_the_disk_counts_at_its_measured_rate_and_a_slow_one_not_at_all() -> None:
+    def cost(disk_rate: float, **hits: dict[str, int]) -> float:
+        request = RoutingRequest(prompt_len=2_001, max_tokens=8, **hits)  # type: ignore[arg-type]
+        pods = [view("p", prefill_rate=1_000.0, disk_rate=disk_rate)]
+        return CostPolicy(random.Random(0)).rank_prefill_pods(request, pods, NOW)[0].cost_s
+
+    computed = cost(0.0)
+    assert cost(10_000.0, disk_hits={"p": 2_000}) == pytest.approx(0.2 + 0.001 * (1 + QUEUE_EXTERNALITY))
+    assert cost(500.0, disk_hits={"p": 2_000}) == pytest.approx(computed), "the pod computes what it reads more slowly"
+    assert cost(0.0, disk_hits={"p": 2_000}) < computed
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
