@@ -53,7 +53,7 @@ SUMS = 100
 
 def settings(model_dir: Path, size: int, extra: dict[str, Any], *, tiny: bool) -> EngineConfig:
     fields: dict[str, Any] = {"load_format": "dummy", "tensor_parallel_size": size, "max_model_len": 4096, **extra}
-    fields |= {"device": "cpu", "threads": 1, "max_model_len": 256, "num_blocks": 64} if tiny else {"max_seqs": 64}
+    fields |= {"device": "cpu", "threads": 1, "max_model_len": 1024, "num_blocks": 256} if tiny else {"max_seqs": 64}
     return EngineConfig(model_dir=model_dir, **fields)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,8 +145,8 @@ class TensorParallelBuilder(EngineBuilder):
         host, size = rank_group.host, self.shard.size
         store, port = open_store(host)
         whole, one_shot = self.shard.whole_experts, config.tensor_parallel_reduce == "one_shot"
-        fields = {"dtype": dtype, "max_len": max_len, "store": port, "host": host, "one_shot": one_shot}
-        rank_group.send("load", size=size, whole_experts=whole, **fields)
+        fields: dict[str, Any] = {"dtype": dtype, "max_len": max_len, "store": port, "host": host}
+        rank_group.send("load", size=size, whole_experts=whole, one_shot=one_shot, **fields)
         collectives = Collectives(store, 0, size, device, host, one_shot=one_shot)
         rank_group.on_failure = collectives.abort
         local = load_shard(self._source, self.shard, collectives, max_len, device, TORCH_DTYPES[dtype])

@@ -23,7 +23,7 @@ class _Handle(ctypes.Structure):
 
 
 class PeerBuffers:
-    """A zeroed buffer of this rank, and the buffers of the other ranks of this machine.
+    """A zeroed buffer of this rank, and the buffers of the other ranks of this machine, until the process ends.
 
     Attributes:
         addresses: int64 [ranks] on the device, where this process sees each buffer.
@@ -32,7 +32,6 @@ class PeerBuffers:
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, nbytes: int) -> None:
         """All ranks construct theirs at the same time. Raises InternalError if a buffer cannot be mapped."""
         self._cuda = ctypes.CDLL("libcuda.so.1")
-        self._mapped: list[int] = []
         torch.cuda.synchronize(device)  # makes the primary context current
         own = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(nbytes))
@@ -52,15 +51,7 @@ class PeerBuffers:
         mapped = ctypes.c_uint64()
         handle = _Handle.from_buffer_copy(packed)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(mapped), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
-        self._mapped.append(mapped.value)
         return mapped.value
-
-    def close(self) -> None:
-        """Unmaps the buffers of the other ranks and frees the own one. No kernel may use them."""
-        for address in self._mapped:
-            self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address))
-        self._mapped = []
-        self._cuda.cuMemFree_v2(ctypes.c_uint64(self._own))
 
     def _call(self, name: str, *arguments: Any) -> None:
         if (result := getattr(self._cuda, name)(*arguments)) != 0:
