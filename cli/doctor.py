@@ -184,11 +184,17 @@ async def _check_ranks(gpus: Sequence[Gpu]) -> Finding:
     what = f"ranks, {len(gpus)} GPUs" if several else "ranks, 2 processes"
     reply = await _json_of_child([sys.executable, "-P", "-m", "engine.parallel.link_probe", *devices], {})
     if isinstance(reply, str):
-        fix = "nvidia-smi topo -m shows the links; NCCL_DEBUG=WARN says more" if several else "127.0.0.1 must be reachable"
+        fix = (
+            "nvidia-smi topo -m shows the links; NCCL_DEBUG=WARN says more"
+            if several
+            else "127.0.0.1 must be reachable"
+        )
         return Finding(what, Level.WARN, f"tensor parallelism does not work: {reply}", fix)
     detail = f"sums intact, {reply['small_us']:.0f} us for 16 KiB, {reply['gigabytes_per_s']:.1f} GB/s"
     if several and not reply["direct"]:
-        return Finding(what, Level.WARN, f"{detail}, no direct access", "GPUs without NVLink or PCIe peer access are slow")
+        return Finding(
+            what, Level.WARN, f"{detail}, no direct access", "GPUs without NVLink or PCIe peer access are slow"
+        )
     return Finding(what, Level.OK, detail)
 
 

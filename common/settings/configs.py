@@ -235,6 +235,10 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
     checksums: bool = setting(
         kinds.BOOL, False, "Compare checksums of all blocks that move to a pod, or to host memory and back (slow)"
     )
+    tensor_parallel_reduce: str = choice_setting(
+        ("nccl", "one_shot"),
+        "Sums of short vectors over the ranks' GPUs: by NCCL, or by a kernel over peer memory (one_shot, not measured)",
+    )
     tensor_parallel_nodes: int = setting(
         kinds.RANK_COUNT, 1, "Machines of the pod, with equally many ranks", per_process=True
     )

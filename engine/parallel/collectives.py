@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from engine.attention.base import StepShape
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
 from engine.models.spec import Shard
+
+if TYPE_CHECKING:
+    from engine.parallel.one_shot import OneShotReduce
 
 TIMEOUT_S = 300.0  # Longest wait of a collective for a rank that is late.
 
@@ -41,10 +44,13 @@ def join_store(host: str, port: int) -> TCPStore:
 class Collectives:
     """The collectives of one of `size` ranks. The other ranks reach this machine at `host`.
 
-    All ranks construct theirs at the same time, with `device` as the current device.
+    All ranks construct theirs at the same time, with `device` as the current device. one_shot: short vectors are summed
+    over peer memory; all ranks are GPUs of one machine.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, device: torch.device, host: str, *, one_shot: bool = False
+    ) -> None:
         self._group: Any
         limit = timedelta(seconds=TIMEOUT_S)
         if device.type == "cuda":
@@ -57,10 +63,16 @@ class Collectives:
             gloo._timeout = limit
             self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
         self._device = device
+        self._one_shot: OneShotReduce | None = None
+        if one_shot and device.type == "cuda":
+            from engine.parallel.one_shot import OneShotReduce
+
+            self._one_shot = OneShotReduce(store, rank, size, device)
 
     def all_reduce(self, part: Tensor) -> None:
         """Replaces the tensor of every rank by the sum of all. The tensors have the same shape."""
-        self._group.allreduce([part]).wait()
+        if self._one_shot is None or not self._one_shot(part):
+            self._group.allreduce([part]).wait()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Copies the tensor of rank 0 into the tensors of the other ranks, which have the same shape and dtype."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import InternalError, describe
+from common.errors import ConfigError, InternalError, describe
 from common.kv_layout import KVLayout
 from engine.config import EngineConfig
 from engine.kv.blocks import BlockCopy
@@ -121,6 +122,9 @@ class TensorParallelBuilder(EngineBuilder):
         devices = torch.cuda.device_count() - device.index if device.type == "cuda" else config.local_ranks
         if devices < config.local_ranks:
             raise shard_error(f"{config.local_ranks} devices of this machine are needed, but only {devices} exist")
+        if config.tensor_parallel_reduce == "one_shot" and (config.tensor_parallel_nodes > 1 or device.type != "cuda"):
+            problem = f"one_shot needs all {config.tensor_parallel_size} ranks on GPUs of one machine: use nccl"
+            raise ConfigError(f"tensor_parallel_reduce: {problem}", field="tensor_parallel_reduce")
 
     def load(self, max_len: int, dtype: str, *, keep_head: bool) -> Model:
         """Loads the shard of this rank while the other ranks load theirs. Raises InternalError if one of them fails."""
@@ -140,9 +144,10 @@ class TensorParallelBuilder(EngineBuilder):
         rank_group.receive()
         host, size = rank_group.host, self.shard.size
         store, port = open_store(host)
-        whole = self.shard.whole_experts
-        rank_group.send("load", size=size, whole_experts=whole, dtype=dtype, max_len=max_len, store=port, host=host)
-        collectives = Collectives(store, 0, size, device, host)
+        whole, one_shot = self.shard.whole_experts, config.tensor_parallel_reduce == "one_shot"
+        fields: dict[str, Any] = {"dtype": dtype, "max_len": max_len, "store": port, "host": host}
+        rank_group.send("load", size=size, whole_experts=whole, one_shot=one_shot, **fields)
+        collectives = Collectives(store, 0, size, device, host, one_shot=one_shot)
         rank_group.on_failure = collectives.abort
         local = load_shard(self._source, self.shard, collectives, max_len, device, TORCH_DTYPES[dtype])
         rank_group.receive()

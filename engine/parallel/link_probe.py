@@ -38,7 +38,12 @@ def probe(devices: list[str]) -> dict[str, Any]:
         subprocess.Popen(tether_command([*command, str(rank), str(port), *devices]), text=True, **options)
         for rank in range(1, len(devices))
     ]
-    late = threading.Timer(DEADLINE_S, lambda: [child.kill() for child in children])
+
+    def end_children() -> None:
+        for child in children:
+            child.kill()
+
+    late = threading.Timer(DEADLINE_S, end_children)
     late.start()
     try:
         found = sum_vectors(0, devices, store)
@@ -51,8 +56,8 @@ def probe(devices: list[str]) -> dict[str, Any]:
         raise InternalError(f"the ranks cannot sum a vector: {describe(error)}; ranks that ended: {ended}") from error
     finally:
         late.cancel()
+        end_children()
         for child in children:
-            child.kill()
             child.wait()
             with contextlib.suppress(AttributeError):
                 child.stderr.close()  # type: ignore[union-attr]

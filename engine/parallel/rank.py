@@ -127,7 +127,8 @@ class Rank:
         fields, source = message.fields, self._source
         assert source is not None
         store = join_store(fields["host"], fields["store"])
-        collectives = Collectives(store, self._rank, fields["size"], self._device, self._channel.host)
+        place = self._rank, fields["size"], self._device, self._channel.host
+        collectives = Collectives(store, *place, one_shot=fields["one_shot"])
         shard = Shard(self._rank, fields["size"], fields["whole_experts"])
         dtype = TORCH_DTYPES[fields["dtype"]]
         self._collectives = collectives

@@ -29,6 +29,7 @@ from engine.kernels import (
     paged_decode,
     paged_prefill,
     pdl,
+    peer_reduce,
 )
 from engine.kernels.experts import grouped as experts_grouped
 from engine.kernels.experts import routing as experts_routing
@@ -100,6 +101,13 @@ def products() -> None:
     norm.rms_norm(rows, scale, 1e-5)
     norm.rms_norm(rows, scale, 1e-5, residual=rows)
     norm.silu_mul(half(16, 2 * INNER))
+
+
+def sums_over_ranks() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        addresses = torch.zeros(2, dtype=torch.int64)
+        peer_reduce.one_shot_all_reduce(torch.zeros(64, HIDDEN, dtype=dtype)[:32], addresses, 1, 2)
+    peer_reduce.one_shot_all_reduce(half(1, HIDDEN), torch.zeros(8, dtype=torch.int64), 7, 8)
 
 
 def cache(fp8: bool) -> None:
@@ -321,6 +329,7 @@ def main() -> None:
     card.has_wgmma = lambda device: capability == 90
     pdl.supports_pdl = kv_write.supports_pdl = lambda device: capability >= 90
     products()
+    sums_over_ranks()
     inputs()
     samples()
     latents()

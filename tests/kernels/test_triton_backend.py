@@ -20,14 +20,14 @@ from tests.rigs.engine.paged import TOLERANCE, PagedCase, error
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def both(shape, dtype, steps, heads, windows, device, gen, fp8=False, **scores):
+def both(shape, dtype, steps, heads, windows, device, gen, fp8=False, order="layers", **scores):
     """Runs the same steps through both backends, each with its own pool. Returns the largest error.
 
     shape: (blocks, layers, kv_heads, block_size, head_dim). Blocks of no row are NaN, except the dummy block.
     """
     blocks, layers, kv_heads, block_size, dim = shape
     name = FP8_DTYPE if fp8 else str(dtype).removeprefix("torch.")
-    layout = KVLayout("m", "r", layers, kv_heads, dim, block_size, name)
+    layout = KVLayout("m", "r", layers, kv_heads, dim, block_size, name, kv_order=order)
     owned = {block for row in steps[0].blocks for block in row}
     pools = [KVPool(layout, blocks, device) for _ in range(2)]
     for pool in pools:
@@ -79,6 +79,13 @@ def test_mixed_steps(fp8, scores, device, gen):
     ]
     shape = (15, 2, 2, 8, 16)
     got = both(shape, torch.float32, steps, 6, (None, 11), device, gen, fp8, **scores)
+    assert got < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["full", "fp8"])
+def test_a_pool_ordered_by_heads(fp8, device, gen):
+    steps = [StepShape([0, 0], [20, 1], [[7, 2, 9], [0, 5]]), StepShape([20, 1], [1, 8], [[7, 2, 9], [0, 5]])]
+    got = both((12, 2, 2, 8, 16), torch.float32, steps, 6, (None, 11), device, gen, fp8, order="heads")
     assert got < TOLERANCE[torch.float32]
 
 

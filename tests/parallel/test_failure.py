@@ -12,7 +12,7 @@ import pytest
 from common.errors import BatonError
 from common.process.lifecycle import LifecycleState
 from common.types import Role
-from tests.rigs.engine.sharded_models import sharded_model
+from tests.rigs.parallel.sharded_models import sharded_model
 from tests.rigs.pods.harness import Cluster, prompt_of, request
 from tests.rigs.waiting import until
 

@@ -22,8 +22,8 @@ from engine.llm import LLM, Completion
 from engine.speculation.controller import AlwaysDraft
 from kv_transfer.backend.loopback import LoopbackFabric
 from tests.rigs.engine.draft_models import draft_settings, tiny_target
-from tests.rigs.engine.sharded_models import FAMILIES, sharded_model
-from tests.rigs.engine.thread_ranks import thread_ranks
+from tests.rigs.parallel.sharded_models import FAMILIES, sharded_model
+from tests.rigs.parallel.thread_ranks import thread_ranks
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Cluster, prompt_of, request
 
 torch.set_num_threads(1)

@@ -270,6 +270,7 @@ NEEDS_TRITON = [
     "engine.sampling.device_sampler",
     "engine.models.fused",
     "engine.adapters.triton_rows",
+    "engine.parallel.one_shot",
     "engine.models.fixed_order",
 ]
 
