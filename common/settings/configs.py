@@ -126,6 +126,9 @@ class EngineSettings(Settings, section="Engine"):
         "Which cached block is evicted first: the least recently used (lru), or by frequency too (gdsf, s3fifo)",
     )
     cache_pin: int = setting(kinds.size(0), 0, "KV bytes that requests may pin in each pool, like 4GiB; default: 0")
+    cache_pin_tenant: int = setting(
+        kinds.size(0), 0, "KV bytes of --cache-pin that the requests of one tenant may pin; default: all of them"
+    )
     max_model_len: int = setting(
         kinds.integer(0, 1 << 24), 0, "Longest prompt plus output, in tokens; default: the model's"
     )
