@@ -306,7 +306,8 @@ def test_a_pin_that_ends_makes_room_for_its_tenant_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("salt", "tenant"), [("tenant:team-a:x:y", "team-a"), ("tenant:team-a:", "team-a"), ("salt:tenant:b:", ""), ("", "")]
+    ("salt", "tenant"),
+    [("tenant:team-a:x:y", "team-a"), ("tenant:team-a:", "team-a"), ("salt:tenant:b:", ""), ("", "")],
 )
 def test_the_tenant_of_a_pin_comes_from_the_salt_of_the_gateway(salt: str, tenant: str) -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(), salt, cache_priority=2)
