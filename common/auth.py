@@ -21,15 +21,17 @@ import hmac
 import os
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from common.call_wrapper import CallWrapper
 from common.errors import ConfigError, InvalidRequest, Unauthenticated, UnknownTransfer
 from common.tls import peer_identity
 from common.types import KvTarget, Role
@@ -249,55 +251,27 @@ def sign_calls(channel: grpc.aio.Channel, signer: Signer, receiver: Callable[[],
     return cast("grpc.aio.Channel", SignedChannel(channel, signer, receiver))
 
 
-class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable at run time
+class CallGuard(CallWrapper):
     """Verifies each call of a server, except OPEN_METHODS, before its message is parsed. See current_caller.
 
     Over TLS the role in the caller's certificate must be the signed one.
     """
 
     def __init__(self, signer: Signer) -> None:
+        super().__init__()
         self._signer = signer
-        self._guarded: dict[str, Any] = {}  # Handlers by method
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None or method.startswith(OPEN_METHODS):
-            return handler
-        if method not in self._guarded:  # handlers are registered once, so there is one entry for each method
-            self._guarded[method] = self._guard(handler, method)
-        return self._guarded[method]
+    def wraps(self, method: str) -> bool:
+        return not method.startswith(OPEN_METHODS)
 
-    def _guard(self, handler: Any, method: str) -> Any:
-        shape = "_".join("stream" if x else "unary" for x in (handler.request_streaming, handler.response_streaming))
-        behavior, streamed = getattr(handler, shape), handler.request_streaming
+    def deserializer(self, method: str, handler: Any) -> Callable[[bytes], Any] | None:
+        return partial(_parse, method, handler.request_deserializer) if handler.request_streaming else None
 
-        def parse(message: bytes) -> Any:
-            try:
-                return handler.request_deserializer(message)
-            except DecodeError as e:
-                raise InvalidRequest(f"the message of {method} cannot be parsed: {e}") from e
-
-        def admit(request: Any, context: Context) -> Any:
-            self._admit(method, b"" if streamed else request, context)
-            return request if streamed else parse(request)
-
-        async def call(request: Any, context: Context) -> Any:
-            return await behavior(admit(request, context), context)
-
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with aclosing(behavior(admit(request, context), context)) as responses:
-                async for response in responses:
-                    yield response
-
-        return getattr(grpc, f"{shape}_rpc_method_handler")(
-            stream if handler.response_streaming else call,
-            request_deserializer=parse if streamed else None,
-            response_serializer=handler.response_serializer,
-        )
+    @contextmanager
+    def around(self, method: str, handler: Any, request: Any, context: Any) -> Iterator[Any]:
+        streamed = handler.request_streaming
+        self._admit(method, b"" if streamed else request, context)
+        yield request if streamed else _parse(method, handler.request_deserializer, request)
 
     def _admit(self, method: str, body: bytes, context: Context) -> None:
         metadata = cast("Iterable[MetadataItem] | None", context.invocation_metadata())
@@ -309,3 +283,11 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
                 wrong = f"{method} is signed in the role {caller.role}"
                 raise Unauthenticated(f"{wrong}, but the certificate of {name} has {role}: use the right certificate")
         _caller.set(caller)
+
+
+def _parse(method: str, deserialize: Callable[[bytes], Any], message: bytes) -> Any:
+    """Parses a message of a call. Raises InvalidRequest."""
+    try:
+        return deserialize(message)
+    except DecodeError as e:
+        raise InvalidRequest(f"the message of {method} cannot be parsed: {e}") from e

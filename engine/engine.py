@@ -209,6 +209,7 @@ class Engine:
             host_cache=config.host_cache,
             policy=config.cache_policy,
             pinned_bytes=config.cache_pin,
+            tenant_pinned_bytes=config.cache_pin_tenant,
             keeps_prefixes=config.prefix_cache,
             **callbacks,
         )

@@ -102,7 +102,11 @@ class SimulatedCluster:
 
     def _schedule_fault(self, fault: SimulatedFault) -> None:
         pod = next((pod for pod in self.pods if pod.name == fault.pod), None)
-        if pod is not None:
+        begin: Callable[[], None]
+        end: Callable[[], None]
+        if pod is not None and fault.slower:
+            begin, end = partial(pod.slow_down, fault.slower), partial(pod.slow_down, 1.0)
+        elif pod is not None:
             begin, end = pod.kill, pod.restart
         elif not fault.pod:
             begin, end = (partial(setattr, self.index, "unreachable", away) for away in (True, False))

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from common.block_hash import matchable_blocks
 from common.errors import IndexUnavailable
 from common.types import Role
-from gateway.pods.view import DISPATCH_DELAY_S, PodView, fill_in_from_peers
+from gateway.pods.fitness import compare_speeds
+from gateway.pods.view import DISPATCH_DELAY_S, PodView, fill_in_from_peers, fit_views
 from gateway.routing.local_index import ApproxIndex, InFlightPrompts
 from gateway.routing.policy import PodOption, PullOffer, RendezvousHash, RoutingPolicy, RoutingRequest, offer_pulls
 from loadtest.workload.trace import WorkloadRequest
@@ -103,6 +104,7 @@ class SimulatedGateway:
             self._refresh()
         for views in self._usable.values():
             fill_in_from_peers(views)
+            compare_speeds(views, now)
 
     def add_pod(self, pod: SimulatedPod) -> None:
         """Uses a pod from now on, in its present role."""
@@ -124,10 +126,10 @@ class SimulatedGateway:
         """Chooses the pods, reserves on the decode pod and books; the pods see the request overhead_s later."""
         routing_request, policy = self._routing_request(request)
         now = self._clock.now
-        prefills = policy.rank_prefill_pods(routing_request, self._usable[Role.PREFILL], now)
+        prefills = policy.rank_prefill_pods(routing_request, fit_views(self._usable[Role.PREFILL], now), now)
         decode: DecodeSlot | None = None
         if prefills and self._spec.decode:
-            options = policy.rank_decode_pods(routing_request, self._usable[Role.DECODE], now)
+            options = policy.rank_decode_pods(routing_request, fit_views(self._usable[Role.DECODE], now), now)
             decode = self._reserve(request, options)
         if not prefills or (decode is None and self._spec.decode):
             self._refuse_or_wait(request)
@@ -135,6 +137,7 @@ class SimulatedGateway:
         option = self._book(request, policy, prefills)
         prefill = self._known[option.view.name].pod
         option.view.prefill_bookings.add(request.request_id, option.missing_tokens, now)
+        option.view.on_sent(request.request_id, now)
         self._inflight.add(request.request_id, option.view.name, request.block_hashes)
         offer = option.pull_offer
         holder = self._known[offer.holder].pod if offer else None
@@ -215,6 +218,7 @@ class SimulatedGateway:
             sequence = pod.decode.reserve(request.prompt_len, request.output_len, request.block_hashes, request.end)
             if sequence is not None:
                 option.view.decode_bookings.add(request.request_id, request.prompt_len, self._clock.now)
+                option.view.on_sent(request.request_id, self._clock.now)
                 return DecodeSlot(pod, option.view, sequence)
         return None
 
@@ -253,6 +257,7 @@ class SimulatedGateway:
     def first_token(self, request: SimulatedRequest, route: Route) -> None:
         """Ends the booking on the prefill pod: the prompt is computed."""
         route.prefill_view.prefill_bookings.remove(request.request_id)
+        route.prefill_view.on_end(request.request_id, success=True)
         self._unbook(request, route)
         for pod in (route.prefill,) if route.decode is None else (route.prefill, route.decode.pod):
             self._approx.record(pod.name, pod.generation, request.block_hashes)
@@ -260,6 +265,12 @@ class SimulatedGateway:
 
     def release_bookings(self, request: SimulatedRequest, route: Route) -> None:
         """Returns all bookings of an attempt that has ended."""
+        now, decode = self._clock.now, route.decode
+        used = [(route.prefill_view, route.prefill)] + ([] if decode is None else [(decode.view, decode.pod)])
+        for view, pod in used:
+            if not pod.alive:
+                view.breaker.on_failure(request.request_id, now)
+            view.on_end(request.request_id, success=view is not route.prefill_view and request.outcome.done)
         route.prefill_view.prefill_bookings.remove(request.request_id)
         if route.decode is not None:
             route.decode.view.decode_bookings.remove(request.request_id)
@@ -411,10 +422,10 @@ class SimulatedRequest:
 
     def end(self) -> None:
         """Ends the request after its last token."""
+        self.outcome.done = True
         self._release()
         assert self._first_token_at is not None
         gaps, seconds = self.outcome.output_len - 1, self._clock.now - self._first_token_at
         if gaps and seconds:
             self.outcome.mean_itl_s = seconds / gaps
-        self.outcome.done = True
         self._on_end(self)

@@ -49,6 +49,18 @@ class HardwareRates:
         gemm = tokens / _interpolate(self.prefill_tok_s, tokens)
         return self.prefill_overhead_s + gemm + pairs * self.attention_flops / self.attention_flop_s
 
+    def slower(self, factor: float) -> HardwareRates:
+        """Returns the rates of a pod whose steps take `factor` times as long; its link is as fast."""
+        return replace(
+            self,
+            prefill_tok_s=tuple((n, rate / factor) for n, rate in self.prefill_tok_s),
+            prefill_overhead_s=self.prefill_overhead_s * factor,
+            attention_flop_s=self.attention_flop_s / factor,
+            decode_row_s=tuple((n, seconds * factor) for n, seconds in self.decode_row_s),
+            decode_overhead_s=self.decode_overhead_s * factor,
+            kv_read_byte_s=self.kv_read_byte_s / factor,
+        )
+
     def prompt_s(self, tokens: int, chunk: int) -> float:
         """Returns the seconds of a whole prompt in chunks, on an idle pod."""
         starts = range(0, tokens, chunk)

@@ -61,6 +61,10 @@ class _PodProcess:
         """Ends the process: no step ends and no callback is called any more."""
         self.alive = False
 
+    def set_rates(self, rates: HardwareRates) -> None:
+        """Steps that begin from now on take the time of these rates."""
+        self._rates = rates
+
 
 class PromptSequence(EngineSequence):
     """A sequence of the engine that takes its block hashes from a trace."""
@@ -341,6 +345,10 @@ class SimulatedPod:
         process = kind(self._index.clock, self.rates, self.shape, publisher)
         publisher.start(process.pool.cached_hashes)
         return publisher, process
+
+    def slow_down(self, factor: float) -> None:
+        """The steps of the present process take `factor` times as long from now on; 1.0: as usual."""
+        self.process.set_rates(self.rates.slower(factor))
 
     def kill(self) -> None:
         """Ends the process. Its requests are notified, its cache is lost, its index entries stay until they expire."""

@@ -23,6 +23,7 @@ class SimulatedFault:
     at_s: float
     for_s: float
     pod: str = ""  # Name of a pod that dies and restarts with an empty cache; "" is an outage of the index.
+    slower: float = 0.0  # The pod does not die; its steps take so many times as long.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,28 +179,32 @@ def seconds(launch: Callable[[int], object], weights: int, rows: int) -> float:
     return times[len(times) // 2] / launches
 
 
+class OfflineHopper:
+    """A Triton driver for a machine without a GPU: kernels compile for a card with compute capability 9.0."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
 def compile_ahead(kind: str, n: int, k: int, end: str) -> tuple[str, float]:
     """Compiles the kernels of one layer without a GPU, into Triton's cache."""
     import triton
-    from triton.backends.compiler import GPUTarget
 
     from engine.kernels import pdl
     from engine.kernels.quantized.dequantize import dequantize
     from engine.kernels.quantized.product import product
     from engine.kernels.quantized.split import split_product
 
-    class Driver:
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
     began = time.perf_counter()
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(OfflineHopper())
     run = triton.runtime.jit.JITFunction.run
     triton.runtime.jit.JITFunction.run = lambda self, *a, **o: run(self, *a, **(o | {"warmup": True}))
     try:

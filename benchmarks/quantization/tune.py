@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.quantization.products import EPS, plain_layer, weight_of
+from benchmarks.quantization.products import EPS, OfflineHopper, plain_layer, weight_of
 from benchmarks.support import report
 from benchmarks.support.limits import device_seconds
 from engine.kernels.gemm import MAX_SKINNY_ROWS
@@ -177,26 +177,15 @@ def error_of(name: str, weight: DeviceWeight, method: Method, rows: int, norm: T
 def compile_ahead(kind: str, rows: int, name: str) -> None:
     """Compiles the candidates of one matrix without a GPU, into Triton's cache."""
     import triton
-    from triton.backends.compiler import GPUTarget
 
     from engine.kernels import pdl
-
-    class Driver:
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
 
     n, k, _ = MATRICES[name]
     small = weight_of(kind, 256, 512, torch.device("cpu"))
     numbers = torch.empty(n, small.numbers.shape[1] * k // 512, dtype=small.numbers.dtype)
     groups = k // 128 if small.group else 1
     weight = replace(small, numbers=numbers, scales=torch.empty(groups, n, dtype=small.scales.dtype), inputs=k)
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(OfflineHopper())
     run = triton.runtime.jit.JITFunction.run
     triton.runtime.jit.JITFunction.run = lambda self, *a, **o: run(self, *a, **(o | {"warmup": True}))
     pdl.supports_pdl = lambda device: True

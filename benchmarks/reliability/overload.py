@@ -54,7 +54,7 @@ Buckets = dict[float, float]  #: Upper bound in seconds -> number of observation
 
 
 @dataclass
-class Load:
+class LoadOutcome:
     """The requests of one load, as their clients saw them."""
 
     seconds: float = 0.0  #: From the first request to the last.
@@ -76,8 +76,8 @@ class Client:
     args: argparse.Namespace
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    async def request(self, load: Load) -> str:
-        """Sends one request, reads its answer and adds it to the load. Returns the status, as in `Load.statuses`."""
+    async def request(self, load: LoadOutcome) -> str:
+        """Sends one request, reads its answer and adds it to the load. Returns the status, as in `statuses`."""
         prompt = [self.rng.randrange(*VOCAB) for _ in range(self.args.prompt)]
         fields = {"model": self.model, "prompt": prompt, "max_tokens": self.args.output, "stream": True}
         body = orjson.dumps({**fields, "ignore_eos": True, "temperature": 0})
@@ -109,9 +109,9 @@ class Client:
                 writer.close()
         return status
 
-    async def closed(self, seconds: float) -> Load:
+    async def closed(self, seconds: float) -> LoadOutcome:
         """Runs CLOSED clients that each have one request at a time. Returns their load."""
-        load, began = Load(), time.perf_counter()
+        load, began = LoadOutcome(), time.perf_counter()
 
         async def client() -> None:
             while time.perf_counter() - began < seconds:
@@ -122,9 +122,9 @@ class Client:
         load.seconds = time.perf_counter() - began
         return load
 
-    async def open(self, per_s: float, seconds: float) -> tuple[Load, set[asyncio.Task[None]]]:
+    async def open(self, per_s: float, seconds: float) -> tuple[LoadOutcome, set[asyncio.Task[None]]]:
         """Sends requests at even times. Returns the load, and the tasks of the requests that have not ended."""
-        load, began, tasks = Load(), time.perf_counter(), set[asyncio.Task[None]]()
+        load, began, tasks = LoadOutcome(), time.perf_counter(), set[asyncio.Task[None]]()
         for number in range(int(per_s * seconds)):
             await asyncio.sleep(max(0.0, began + number / per_s - time.perf_counter()))
             task = asyncio.create_task(self.request(load))

@@ -95,7 +95,7 @@ def fit(
 def run_fit(*, as_json: bool, **flags: str | None) -> int:
     """Runs `baton plan fit` with the flags as typed; returns 0, or 1 if some users do not fit. Raises ConfigError."""
     from cli.fit.cards import load_card
-    from cli.fit.estimate import DEFAULT_SHARE, Load, best_of, candidates, sizes_of
+    from cli.fit.estimate import DEFAULT_SHARE, PlannedLoad, best_of, candidates, sizes_of
     from cli.fit.table import document, show
     from common.model.directory import resolve_model
     from engine.model_size import model_size
@@ -113,7 +113,7 @@ def run_fit(*, as_json: bool, **flags: str | None) -> int:
         raise ConfigError(f"--share must be above 0 and at most 1, not {part:g}", field="share")
     longest = sizes().shape.max_position
     length = min(longest, DEFAULT_CONTEXT) if context is None else _tokens("context", context, longest)
-    load = Load(
+    load = PlannedLoad(
         context=length,
         prompt=length if prompt is None else _tokens("prompt", prompt, length),
         users=_whole("users", users or "64", 1, 65536),

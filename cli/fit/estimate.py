@@ -40,7 +40,7 @@ DEFAULT_MAX_SEQS = {"cuda": 256, "cpu": 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class PlannedLoad:
     """What the pod is to serve."""
 
     context: int  # Longest prompt and answer together, in tokens.
@@ -125,7 +125,7 @@ def pool_bytes(size: ModelSize, card: Card, share: float) -> float:
     return room - size.weight_bytes - activations - (0 if on_cpu else GRAPH_BYTES + RESERVED_BYTES)
 
 
-def fit(size: ModelSize, card: Card, load: Load, share: float, flags: tuple[str, ...]) -> Fit:
+def fit(size: ModelSize, card: Card, load: PlannedLoad, share: float, flags: tuple[str, ...]) -> Fit:
     """Returns what to expect of one setup."""
     pool = pool_bytes(size, card, share)
     tokens = max(0, int(pool / size.kv_bytes))
@@ -155,7 +155,7 @@ MAX_RANKS = 16
 
 
 def candidates(
-    sizes: Callable[..., ModelSize], card: Card, load: Load, share: float, ranks: int | None = None
+    sizes: Callable[..., ModelSize], card: Card, load: PlannedLoad, share: float, ranks: int | None = None
 ) -> list[Fit]:
     """Returns the setups worth a look: on one card, then on 2, 4, ... until all users fit; the first that fits is best.
 
@@ -189,7 +189,7 @@ def best_of(found: list[Fit]) -> Fit:
     return holding[0] if holding else max(found, key=lambda setup: (setup.largest_batch, setup.pool_bytes))
 
 
-def _flags(kv_dtype: str, weights: str, ranks: int, load: Load, card: Card) -> tuple[str, ...]:
+def _flags(kv_dtype: str, weights: str, ranks: int, load: PlannedLoad, card: Card) -> tuple[str, ...]:
     flags = [f"--max-model-len {load.context}"]
     flags += [f"--tensor-parallel-size {ranks}"] if ranks > 1 else []
     flags += [f"--kv-dtype {kv_dtype}"] if kv_dtype != "auto" else []

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.fit.cards import Card
-from cli.fit.estimate import Fit, Load, best_of
+from cli.fit.estimate import Fit, PlannedLoad, best_of
 
 if TYPE_CHECKING:  # it loads torch
     from engine.model_size import ModelSize
 
 
-def document(found: list[Fit], card: Card, load: Load) -> dict[str, Any]:
+def document(found: list[Fit], card: Card, load: PlannedLoad) -> dict[str, Any]:
     """Returns the content of --json."""
     return {
         "card": asdict(card),
@@ -26,7 +26,7 @@ def document(found: list[Fit], card: Card, load: Load) -> dict[str, Any]:
     }
 
 
-def show(found: list[Fit], card: Card, load: Load, size: ModelSize, model_dir: Path) -> None:
+def show(found: list[Fit], card: Card, load: PlannedLoad, size: ModelSize, model_dir: Path) -> None:
     """Prints the setups as a table, the one to use, and the assumptions."""
     console, best = Console(highlight=False), best_of(found)
     shape = size.shape
@@ -59,7 +59,7 @@ def show(found: list[Fit], card: Card, load: Load, size: ModelSize, model_dir: P
     )
 
 
-def _verdict(best: Fit, load: Load) -> str:
+def _verdict(best: Fit, load: PlannedLoad) -> str:
     if best.fits:
         return (
             f"Use {' '.join(best.flags)}. {load.users} users at full length get {load.users / best.itl_s:.0f} output "

@@ -144,6 +144,9 @@ class EngineSettings(Settings, section="Engine"):
         "Free the KV of layers with a window when it leaves the window, if the model has other layers too; the same on "
         "all pods",
     )
+    cache_pin_tenant: int = setting(
+        kinds.size(0), 0, "KV bytes of --cache-pin that the requests of one tenant may pin; default: all of them"
+    )
     max_model_len: int = setting(
         kinds.integer(0, 1 << 24), 0, "Longest prompt plus output, in tokens; default: the model's"
     )

@@ -68,6 +68,7 @@ class BlockPool:
         host_batch: int = 64,  # Max blocks of one copy to the host
         policy: str = "lru",  # One of eviction.POLICIES
         max_pinned: int = 0,  # Blocks that may have the priority PINNED
+        max_pinned_by_tenant: int = 0,  # Part of them that one tenant may have; 0 for all of them
         keeps_prefixes: bool = True,  # False: no block is published, so none is found again
         **callbacks: Unpack[CacheCallbacks],
     ) -> None:
@@ -78,7 +79,13 @@ class BlockPool:
         self._keeps_prefixes = keeps_prefixes
         self.pages_per_block = 1  # More with KV groups, see grouped_blocks.py; `num_blocks` counts pages then
         self.lock = threading.Lock()  # Guards the pool, its leases and pins, the prefix cache and the host tier
-        self._cache = PrefixCache(num_blocks, has_host_tier=host_blocks > 0, policy=policy, max_pinned=max_pinned)
+        self._cache = PrefixCache(
+            num_blocks,
+            has_host_tier=host_blocks > 0,
+            policy=policy,
+            max_pinned=max_pinned,
+            max_pinned_by_tenant=max_pinned_by_tenant,
+        )
         self._holds = [0] * num_blocks  # Leases, step fences and planned copies on each block
         self._writers = [0] * num_blocks  # Writers' pins on each block
         self._readers = [0] * num_blocks  # Readers' pins on each block

@@ -9,8 +9,8 @@ GDSF is GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998) with one size and c
 et al., "FIFO queues are all you need for cache eviction" (SOSP 2023).
 
 Only leaves are evicted: blocks that no cached block continues. So the cached hashes stay prefix-closed whatever the
-policy is. A retention ends at its time; the block is then a normal one. Pinned blocks are bounded, and further ones are
-`high`. They are evicted only when nothing else is left, so a pin never refuses a request.
+policy is. A retention ends at its time; the block is then a normal one. Pinned blocks are bounded, in all and for each
+tenant, and further ones are `high`. They are evicted only when nothing else is left, so a pin never refuses a request.
 
 `LeafOrder` has the methods of the OrderedDict that the prefix cache uses without policy and retention. The lock of the
 block pool guards all data of this module.
@@ -23,7 +23,7 @@ import heapq
 import itertools
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -48,13 +48,17 @@ class Retention:
 
     priority: Priority = Priority.NORMAL
     ttl_s: float | None = None  # Seconds after the last use for which it holds; None: until eviction.
+    tenant: str = ""  # Whose pinned blocks count together; "" for all requests without a tenant.
 
     @classmethod
     def of(cls, request: ValidRequest) -> Retention | None:
         """Returns what a request asks for; None if it asks for nothing."""
         if not request.cache_priority:
             return None
-        return cls(Priority(request.cache_priority + 1), float(request.cache_ttl_s) or None)
+        # Gateways put the tenant into the salt. A client cannot: its own salts never begin so.
+        marker, _, rest = request.cache_salt.partition(":")
+        tenant = rest.partition(":")[0] if marker == "tenant" else ""
+        return cls(Priority(request.cache_priority + 1), float(request.cache_ttl_s) or None, tenant)
 
 
 class PolicyState:
@@ -167,12 +171,20 @@ class LeafOrder:
     """The evictable blocks; `popitem` takes the leaf that the policy and the retentions put first."""
 
     def __init__(
-        self, policy: str, num_blocks: int, max_pinned: int, now: Callable[[], float] = time.monotonic
+        self,
+        policy: str,
+        num_blocks: int,
+        max_pinned: int,
+        max_pinned_by_tenant: int = 0,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`max_pinned_by_tenant`: part of `max_pinned` that one tenant may have; 0 for all of it."""
         self._state = POLICIES[policy](num_blocks)
         self._now = now
         self._max_pinned = max_pinned
-        self._pinned = 0  # Registered blocks with the priority PINNED
+        self._max_pinned_by_tenant = max_pinned_by_tenant or max_pinned
+        self._pinned = Counter[str]()  # Registered blocks with the priority PINNED, by tenant
+        self._tenant = [""] * num_blocks  # The tenant of a pinned block
         self._members: dict[int, None] = {}
         self._hash: list[bytes] = [b""] * num_blocks
         self._parent = [-1] * num_blocks
@@ -210,12 +222,13 @@ class LeafOrder:
             if not fresh:
                 self._state.on_used(block)
             wanted, ttl_s, mine = retention.priority, retention.ttl_s, self._ttl_s[block]
-            if wanted is Priority.PINNED and self._priority[block] != wanted and self._pinned >= self._max_pinned:
+            if wanted is Priority.PINNED and self._priority[block] != wanted and not self._may_pin(retention.tenant):
                 wanted = Priority.HIGH
             if fresh or wanted > self._priority[block]:
-                self._set_retention(block, wanted, ttl_s)
+                self._set_retention(block, wanted, ttl_s, retention.tenant)
             elif wanted == self._priority[block]:
-                self._set_retention(block, wanted, None if mine is None or ttl_s is None else max(mine, ttl_s))
+                longer = None if mine is None or ttl_s is None else max(mine, ttl_s)
+                self._set_retention(block, wanted, longer, self._tenant[block])
             elif mine is not None:
                 self._begin_ttl(block)
 
@@ -293,8 +306,18 @@ class LeafOrder:
     def _void(self, block: int) -> None:
         self._version[block] += 1
 
-    def _set_retention(self, block: int, priority: Priority, ttl_s: float | None) -> None:
-        self._pinned += int(priority is Priority.PINNED) - int(self._priority[block] == Priority.PINNED)
+    def _may_pin(self, tenant: str) -> bool:
+        """Returns whether one more block of the tenant may be pinned."""
+        return self._pinned[tenant] < self._max_pinned_by_tenant and self._pinned.total() < self._max_pinned
+
+    def _set_retention(self, block: int, priority: Priority, ttl_s: float | None, tenant: str = "") -> None:
+        if self._priority[block] == Priority.PINNED:
+            self._pinned[self._tenant[block]] -= 1
+            if not self._pinned[self._tenant[block]]:
+                del self._pinned[self._tenant[block]]
+        self._tenant[block] = tenant if priority is Priority.PINNED else ""
+        if priority is Priority.PINNED:
+            self._pinned[tenant] += 1
         self._priority[block], self._ttl_s[block] = priority, ttl_s
         self._begin_ttl(block)
         if block in self._members:

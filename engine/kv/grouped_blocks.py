@@ -446,6 +446,7 @@ def make_block_pool(
     host_cache: int = 0,
     policy: str = "lru",
     pinned_bytes: int = 0,
+    tenant_pinned_bytes: int = 0,
     keeps_prefixes: bool = True,
     **callbacks: Any,
 ) -> BlockPool:
@@ -467,6 +468,7 @@ def make_block_pool(
         host_batch=max(1, HOST_COPY_BYTES // size),
         policy=policy,
         max_pinned=pinned_bytes // size,
+        max_pinned_by_tenant=max(1, tenant_pinned_bytes // size) if tenant_pinned_bytes else 0,
         keeps_prefixes=keeps_prefixes,
         **callbacks,
     )

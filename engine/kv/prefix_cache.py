@@ -29,7 +29,13 @@ class PrefixCache:
     """Maps hashes to blocks and blocks to their parents, and keeps the evictable blocks, oldest first."""
 
     def __init__(
-        self, num_blocks: int, *, has_host_tier: bool = False, policy: str = "lru", max_pinned: int = 0
+        self,
+        num_blocks: int,
+        *,
+        has_host_tier: bool = False,
+        policy: str = "lru",
+        max_pinned: int = 0,
+        max_pinned_by_tenant: int = 0,
     ) -> None:
         self.block_by_hash: dict[bytes, int] = {}  # The registered blocks, parents before children
         self.hash_by_block: list[bytes | None] = [None] * num_blocks
@@ -37,12 +43,12 @@ class PrefixCache:
         self._num_kept_children = [0] * num_blocks  # Registered children of each block that are not evictable
         self.idle = bytearray(num_blocks)  # 1 for registered blocks without a user
         self.num_idle = 0
-        self._max_pinned = max_pinned
+        self._pin_limits = max_pinned, max_pinned_by_tenant
         #: The evictable blocks, the next to evict first. A plain dict, oldest first, until a policy or a retention asks
         #: for another order.
         self.evictable: OrderedDict[int, None] | LeafOrder = OrderedDict()
         if policy != "lru":
-            self.evictable = LeafOrder(policy, num_blocks, max_pinned)
+            self.evictable = LeafOrder(policy, num_blocks, *self._pin_limits)
         self._has_host_tier = has_host_tier
         self._saved = bytearray(num_blocks)  # 1 for blocks that need no copy to the host before eviction
         self.saving: set[int] = set()  # Blocks that are being copied to the host now
@@ -95,7 +101,7 @@ class PrefixCache:
         if isinstance(order, LeafOrder):
             order.retain(blocks, retention or Retention())
         elif retention is not None and retention != Retention():
-            self.evictable = leafs = LeafOrder("lru", len(self.hash_by_block), self._max_pinned)
+            self.evictable = leafs = LeafOrder("lru", len(self.hash_by_block), *self._pin_limits)
             for block_hash, block in self.block_by_hash.items():
                 leafs.on_registered(block, block_hash, self._parent[block])
             leafs.retain(list(self.block_by_hash.values()), Retention())

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
-from common.types import Role
-
-if TYPE_CHECKING:
-    from gateway.pods.view import PodView
+from common.types import PodLoad, Role
 
 FAILURE_RATE = 0.5  #: Share of failed requests at which a breaker opens, ...
 MIN_FAILURES = 3.5  #: ... and so many of them failed lately, older ones with less weight.
+MAX_SUCCESSES = 20  #: Successes in a row that count. So a pod that was fine for hours is found after as many failures.
 FORGET_S = 30.0  #: Time constant with which outcomes lose their weight.
 OPEN_S, MAX_OPEN_S = 2.0, 60.0  #: First and longest pause before a probe.
 PROBE_S = 30.0  #: A probe without an outcome is given up after this time.
@@ -53,57 +51,58 @@ class BreakerState(enum.StrEnum):
 class Breaker:
     """The recent outcomes of the requests of one pod process."""
 
+    closed: bool = True  #: The pod gets requests as others do.
+    successes: int = 0  #: Requests that succeeded since the last failure. Callers may count them here while closed.
     _failed: float = 0.0  #: Failed requests, older ones with less weight.
     _total: float = 0.0
     _at: float = 0.0  #: When the two were last brought up to date.
-    _open_until: float | None = None  #: None while closed.
+    _open_until: float = 0.0  #: Without a meaning while closed.
     _pause_s: float = OPEN_S
     _probes: dict[str, float] = field(default_factory=dict)  #: Probes under way: when they were sent, by request id.
 
     def state(self, now: float) -> BreakerState:
         """Returns the state at a time."""
-        if self._open_until is None:
+        if self.closed:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
 
     def allows(self, now: float) -> bool:
         """Returns whether the pod may get one more request."""
-        if self._open_until is None:
+        if self.closed:
             return True
         return now >= max(self._open_until, max(self._probes.values(), default=-math.inf) + PROBE_S)
 
     def on_sent(self, request_id: str, now: float) -> None:
         """A request goes to the pod. While the breaker is not closed, it is a probe."""
-        if self._open_until is not None:
+        if not self.closed:
             self._probes[request_id] = now
 
     def on_end(self, request_id: str) -> None:
         """A request has ended, with or without an outcome."""
         self._probes.pop(request_id, None)
 
-    def on_success(self, request_id: str, now: float) -> None:
+    def on_success(self, request_id: str) -> None:
         """A request succeeded. The success of a probe closes the breaker."""
-        if self._open_until is not None and request_id in self._probes:
-            self._open_until, self._pause_s, self._failed, self._total = None, OPEN_S, 0.0, 0.0
+        self.successes += 1
+        if not self.closed and request_id in self._probes:
+            self.closed, self._pause_s, self._failed, self._total = True, OPEN_S, 0.0, 0.0
             self._probes = {}
-        self._add(0.0, now)
 
     def on_failure(self, request_id: str, now: float, weight: float = 1.0) -> bool:
         """A request failed; `weight`: how sure it is that this pod is to blame. Returns whether the breaker opened."""
-        if self._open_until is not None:
+        if not self.closed:
             if self._probes.pop(request_id, None) is not None:  # else it was sent before
                 self._pause_s = min(MAX_OPEN_S, 2 * self._pause_s)
                 self._open_until = now + self._pause_s
             return False
-        self._add(weight, now)
+        keep = 1 / (1 + max(0.0, now - self._at) / FORGET_S)
+        self._failed = self._failed * keep + weight
+        self._total = self._total * keep + 1 + min(self.successes, MAX_SUCCESSES)
+        self.successes, self._at = 0, now
         if self._failed < MIN_FAILURES or self._failed < FAILURE_RATE * self._total:
             return False
-        self._open_until = now + self._pause_s
+        self.closed, self._open_until = False, now + self._pause_s
         return True
-
-    def _add(self, failed: float, now: float) -> None:
-        keep = 1 / (1 + max(0.0, now - self._at) / FORGET_S)
-        self._failed, self._total, self._at = self._failed * keep + failed, self._total * keep + 1, now
 
 
 @dataclass(slots=True)
@@ -140,9 +139,24 @@ class Slowness:
         self._probed_at = now
 
 
-def compare_speeds(views: Collection[PodView], now: float) -> list[PodView]:
+class ComparedPod(Protocol):
+    """The part of a PodView that is compared with its peers."""
+
+    role: Role
+    card: str
+    load: PodLoad | None
+    slowness: Slowness
+
+    def num_sequences(self) -> int:
+        """Returns the number of sequences that decode on the pod or are about to."""
+
+
+_Pod = TypeVar("_Pod", bound=ComparedPod)
+
+
+def compare_speeds(views: Collection[_Pod], now: float) -> list[_Pod]:
     """Compares the pods of one layout with their peers. Returns the pods that became slow, or normal again."""
-    changed: list[PodView] = []
+    changed: list[_Pod] = []
     for view in views:
         peers = [v for v in views if v is not view and (v.role, v.card) == (view.role, view.card)]
         ratio = max((_ratio(view, peers, kind) for kind in _KINDS[view.role]), default=1.0)
@@ -154,7 +168,7 @@ def compare_speeds(views: Collection[PodView], now: float) -> list[PodView]:
 _KINDS = {Role.PREFILL: ("prefill",), Role.DECODE: ("decode",), Role.BOTH: ("prefill", "decode")}
 
 
-def _ratio(view: PodView, peers: Collection[PodView], kind: str) -> float:
+def _ratio(view: ComparedPod, peers: Sequence[ComparedPod], kind: str) -> float:
     """Returns the pod's own measured time over the median of its peers; 1.0 if too few have measured."""
     # Equal batches are compared: a pod with many sequences has longer steps without being slower.
     sequences = median(v.num_sequences() for v in (view, *peers))
@@ -165,7 +179,7 @@ def _ratio(view: PodView, peers: Collection[PodView], kind: str) -> float:
     return own / max(1e-9, median(others))
 
 
-def _measured_s(view: PodView, kind: str, sequences: float) -> float | None:
+def _measured_s(view: ComparedPod, kind: str, sequences: float) -> float | None:
     """Returns the seconds of a prompt or of a decode step by the rates that the pod itself measured."""
     load = view.load
     if load is None:

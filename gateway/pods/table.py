@@ -295,9 +295,19 @@ class PodTable:
                 what = "slower than" if view.slowness.slow else "of the time of"
                 _log.warning("pod %s is now %.1f times %s its peers", view.name, view.slowness.ratio, what)
 
-    def views(self) -> list[PodView]:
-        """Returns the views of all pods that answer."""
-        return [pod.view for pod in self.pods.values() if pod.view is not None and pod.alive]
+    def count_breakers(self) -> list[tuple[tuple[str, ...], float]]:
+        """Returns ((model, role, state), pods that answer and whose breaker has this state)."""
+        now = time.monotonic()
+        return self._count(lambda view: (view.role.value, view.breaker.state(now).value))
+
+    def count_slow_pods(self) -> list[tuple[tuple[str, ...], float]]:
+        """Returns ((model, role), pods that answer and are slow)."""
+        return self._count(lambda view: (view.role.value,) if view.slowness.slow else None)
+
+    def _count(self, labels_of: Callable[[PodView], tuple[str, ...] | None]) -> list[tuple[tuple[str, ...], float]]:
+        found = (labels_of(pod.view) for pod in self.pods.values() if pod.view is not None and pod.alive)
+        counts = Counter(labels for labels in found if labels is not None)
+        return [((self._model, *labels), float(number)) for labels, number in counts.items()]
 
     def _set_index_up(self, up: bool, why: str = "") -> None:
         self._index_error = why

@@ -136,12 +136,25 @@ class PodView:
 
     def takes_requests(self, now: float) -> bool:
         """Returns whether the pod may get one more request though others could take it."""
+        if self.breaker.closed and not self.slowness.slow:
+            return True
         return self.breaker.allows(now) and self.slowness.allows(now)
 
     def on_sent(self, request_id: str, now: float) -> None:
         """A request goes to the pod."""
-        self.breaker.on_sent(request_id, now)
-        self.slowness.on_sent(now)
+        if not self.breaker.closed:
+            self.breaker.on_sent(request_id, now)
+        if self.slowness.slow:
+            self.slowness.on_sent(now)
+
+    def on_end(self, request_id: str, *, success: bool = False) -> None:
+        """A request has ended on the pod: with a success, or with an outcome that tells nothing or is counted."""
+        if self.breaker.closed:
+            self.breaker.successes += success
+            return
+        if success:
+            self.breaker.on_success(request_id)
+        self.breaker.on_end(request_id)
 
     @property
     def disk_s_per_token(self) -> float:

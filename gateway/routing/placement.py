@@ -148,7 +148,7 @@ class Placement:
             return
         prefill, self.chosen_prefill = self.chosen_prefill, None
         prefill.option.view.prefill_bookings.remove(self.request_id)
-        prefill.option.view.breaker.on_end(self.request_id)
+        prefill.option.view.on_end(self.request_id)
         self.unbook_shared(self.request_id, [prefill.pod])
         view, tokens = self.chosen_decode.option.view, self.chosen_decode.option.missing_tokens
         view.prefill_bookings.add(self.request_id, tokens, time.monotonic())
@@ -187,7 +187,7 @@ class Placement:
         """Ends the bookings in this gateway, not those in the index."""
         self.chosen_decode.option.view.decode_bookings.remove(self.request_id)
         for chosen in self._chosen:
-            chosen.option.view.breaker.on_end(self.request_id)
+            chosen.option.view.on_end(self.request_id)
         if self._computing:
             self._computing_pod.option.view.prefill_bookings.remove(self.request_id)
             self.inflight.remove(self.request_id)
@@ -199,7 +199,7 @@ class Placement:
         """The pod has done its part of the request."""
         for chosen in self._chosen:
             if chosen.pod is pod:
-                chosen.option.view.breaker.on_success(self.request_id, time.monotonic())
+                chosen.option.view.on_end(self.request_id, success=True)
 
     def record_failure(self, pod: Pod, error: BatonError, *, sure: bool = True) -> None:
         """The pod failed the request, unless the error is of the request. `sure`: no other pod may be to blame."""

@@ -132,7 +132,10 @@ class Gateway:
         self.metrics.watch_tiers(
             lambda: [((m.name, tier), n) for m in self.models for tier, n in m.gate.waiting_by_tier]
         )
-        self.metrics.watch_fitness(lambda: [(m.name, view) for m in self.models for view in m.pod_table.views()])
+        self.metrics.watch_fitness(
+            lambda: [row for model in self.models for row in model.pod_table.count_breakers()],
+            lambda: [row for model in self.models for row in model.pod_table.count_slow_pods()],
+        )
         self.metrics.watch_ready(lambda: self.ready)
         self.metrics.watch_pods(self._pods_by_state)
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=limits_timeout_s)

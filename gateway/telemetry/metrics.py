@@ -6,8 +6,6 @@ row to the table in docs/operations.md. tests/integration/test_metric_names.py c
 
 from __future__ import annotations
 
-import time
-from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter
@@ -16,7 +14,6 @@ from prometheus_client.exposition import choose_encoder
 
 from common.errors import SERVER_FAULTS
 from common.telemetry import LATENCY_BUCKETS, Metrics, UnlabeledHistogram
-from gateway.pods.view import PodView
 
 _FAST_US = (50, 100, 150, 200, 300, 400, 500, 600, 800, 1000, 1200, 1500, 2000, 2500, 5000, 10_000, 25_000, 50_000)
 FAST_BUCKETS = (*(us / 1e6 for us in _FAST_US), 0.1, 1.0)
@@ -112,22 +109,15 @@ class GatewayMetrics:
             "pods", "Pods known to this gateway by model, role and state", pods, ["model", "role", "state"]
         )
 
-    def watch_fitness(self, views: Callable[[], Iterable[tuple[str, PodView]]]) -> None:
-        """Exports the breakers and slow pods: `views` returns (model, view) for every pod that answers."""
-
-        def breakers() -> Iterable[tuple[tuple[str, ...], float]]:
-            now = time.monotonic()
-            return _count((m, v.role.value, v.breaker.state(now).value) for m, v in views())
-
-        self.base.sampled_gauge(
-            "pod_breakers", "Pods by the state of their breaker", breakers, ["model", "role", "state"]
-        )
-        self.base.sampled_gauge(
-            "slow_pods",
-            "Pods that are much slower than their peers",
-            lambda: _count((m, v.role.value) for m, v in views() if v.slowness.slow),
-            ["model", "role"],
-        )
+    def watch_fitness(
+        self,
+        breakers: Callable[[], Iterable[tuple[tuple[str, ...], float]]],
+        slow: Callable[[], Iterable[tuple[tuple[str, ...], float]]],
+    ) -> None:
+        """Exports numbers of pods: `breakers` by (model, role, state of the breaker), `slow` by (model, role)."""
+        labels = ["model", "role"]
+        self.base.sampled_gauge("pod_breakers", "Pods by the state of their breaker", breakers, [*labels, "state"])
+        self.base.sampled_gauge("slow_pods", "Pods that are much slower than their peers", slow, labels)
 
     def set_index_mode(self, mode: str) -> None:
         """Sets the source of hits: redis (the prefix index), local (this gateway's memory) or hash (rendezvous)."""
@@ -184,10 +174,6 @@ class _VisibleMetrics(CollectorRegistry):
                 s for s in family.samples if "tenant" not in s.labels or self._may_see(s.labels["tenant"])
             ]
             yield family
-
-
-def _count(labels: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], float]]:
-    return [(each, float(number)) for each, number in Counts(labels).items()]
 
 
 def _values(counter: Counter) -> list[tuple[Mapping[str, str], float]]:

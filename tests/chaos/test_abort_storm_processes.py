@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.stack.cluster import Cluster
-from tests.rigs.stack.load import Load
+from tests.rigs.stack.load import StackLoad
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
@@ -21,7 +21,7 @@ WAIT_S = 120.0
 @pytest.mark.timeout(600)
 async def test_a_storm_over_real_processes(cluster: Cluster, smollm2_dir: Path) -> None:
     """Half of the streams are aborted. The decode pod freezes and thaws, then prefill is killed and restarts."""
-    load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=6, abort_share=0.5)
+    load = StackLoad(cluster.base_url, cluster.model, smollm2_dir, clients=6, abort_share=0.5)
     expected = await load.each()
     assert None not in expected
     outcomes = load.outcomes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.stack.cluster import Cluster
-from tests.rigs.stack.load import Load
+from tests.rigs.stack.load import StackLoad
 
 # One pod of each role, so no other pod can replace a killed one.
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
@@ -19,7 +19,7 @@ WAIT_S = 120.0
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "valkey"])
 async def test_kill_under_load(cluster: Cluster, smollm2_dir: Path, victim: str) -> None:
-    load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=6)
+    load = StackLoad(cluster.base_url, cluster.model, smollm2_dir, clients=6)
     others = {name: cluster.pid(name) for name in (*cluster.pods, "gateway") if name != victim}
     expected = await load.each()
     assert None not in expected

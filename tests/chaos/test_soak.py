@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.rigs.stack.cluster import Cluster
-from tests.rigs.stack.load import Load, Outcomes
+from tests.rigs.stack.load import Outcomes, StackLoad
 
 SECONDS = 12.0
 GROWTH = 48 << 20  # bytes a process may grow by after the first third
@@ -24,7 +24,7 @@ GROWTH = 48 << 20  # bytes a process may grow by after the first third
 @pytest.mark.timeout(SECONDS + 240)
 @pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 async def test_soak(cluster: Cluster, smollm2_dir: Path) -> None:
-    load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=32, abort_share=0.2)
+    load = StackLoad(cluster.base_url, cluster.model, smollm2_dir, clients=32, abort_share=0.2)
     expected = await load.each()
     outcomes = await soak(cluster, load, expected)
     assert not outcomes.errors, outcomes.errors
@@ -34,7 +34,7 @@ async def test_soak(cluster: Cluster, smollm2_dir: Path) -> None:
 async def test_soak_behind_a_gate(smollm2_dir: Path, tmp_path: Path) -> None:
     gate = {"BATON_MAX_RUNNING": "4", "BATON_MAX_QUEUE": "8", "BATON_MAX_TTFT_S": "5"}
     with Cluster(smollm2_dir, tmp_path, chunk_tokens=256, kv_memory="256M", env=gate) as cluster:
-        load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=32, abort_share=0.2)
+        load = StackLoad(cluster.base_url, cluster.model, smollm2_dir, clients=32, abort_share=0.2)
         expected = [await load.one(which) for which in range(load.prompts)]
         outcomes = await soak(cluster, load, expected)
         assert outcomes.errors.keys() == {"429"}, outcomes.errors
@@ -45,7 +45,7 @@ async def test_soak_behind_a_gate(smollm2_dir: Path, tmp_path: Path) -> None:
                     await asyncio.sleep(0.1)
 
 
-async def soak(cluster: Cluster, load: Load, expected: list[str | None]) -> Outcomes:
+async def soak(cluster: Cluster, load: StackLoad, expected: list[str | None]) -> Outcomes:
     """Runs the load. Requires correct answers, no leased blocks at the end and flat memory."""
     names = [*cluster.pods, "gateway"]
     begin = time.monotonic()

@@ -211,7 +211,7 @@ async def gw(kube: FakeKube, cluster: FakeCluster, smollm2_dir: Path) -> AsyncIt
         yield running
 
 
-class Load:
+class SteadyClients:
     """Sends requests, a few at a time, until the context ends. Each must get its whole answer."""
 
     def __init__(self, gw: Rig, at_once: int = 4) -> None:
@@ -227,7 +227,7 @@ class Load:
             assert events[-1] == "[DONE]"
             self.answers += 1
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> SteadyClients:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -243,7 +243,7 @@ class Load:
 async def test_a_new_pod_takes_traffic_within_three_seconds_of_ready(
     gw: Rig, kube: FakeKube, cluster: FakeCluster, role: Role
 ) -> None:
-    async with Load(gw):
+    async with SteadyClients(gw):
         pod = FakePod(cluster, "new", role)
         pod.ready = False
         await pod.start()
@@ -264,7 +264,7 @@ async def test_a_terminating_pod_gets_no_new_request_and_finishes_the_running_on
     running = [asyncio.create_task(gw.stream("completions", max_tokens=40)) for _ in range(8)]
     await until(lambda: len(leaver.seen.reserved) + len(stays.seen.reserved) == 8)
     assert leaver.seen.reserved
-    async with Load(gw) as load:
+    async with SteadyClients(gw) as load:
         await place(kube, leaver, leaving=True)
         await until(lambda: gw.gateway.pod_table.pods[leaver.address].terminating)
         reserved = len(leaver.seen.reserved)
@@ -281,7 +281,7 @@ async def test_a_terminating_pod_gets_no_new_request_and_finishes_the_running_on
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_a_rolling_upgrade_loses_no_request(gw: Rig, kube: FakeKube, cluster: FakeCluster, role: Role) -> None:
-    async with Load(gw) as load:
+    async with SteadyClients(gw) as load:
         for old in list(cluster.prefills if role is Role.PREFILL else cluster.decodes):
             new = await cluster.add(role, f"{old.name}-new")
             await place(kube, new)

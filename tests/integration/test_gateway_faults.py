@@ -29,6 +29,7 @@ from common.errors import (
 from common.types import FinishReason, Role, SamplingParams, ValidRequest
 from gateway.dispatch.attempt import Attempt
 from gateway.pods import pod as gateway_pod
+from gateway.pods.fitness import BreakerState
 from gateway.telemetry.timeline import Timeline
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, booked, rig
 from tests.rigs.pods.fake_pods import FakeCluster, FakePod, fake_cluster
@@ -540,3 +541,28 @@ async def test_a_frozen_pod_is_detected_by_the_keepalive_of_its_channel(
     finally:
         lone.kill()
         await lone.wait()
+
+
+async def test_a_pod_that_fails_gets_only_probes_until_it_works_again(gw: Rig, cluster: FakeCluster) -> None:
+    bad = cluster.decodes[0]
+    expected = await right_text(gw)
+    bad.faults.reserve_error = Unavailable("the GPU is broken")
+    table = gw.gateway.pod_table
+    view = next(pod.view for pod in table.pods.values() if pod.name == bad.name)
+    assert view is not None
+    for _ in range(40):
+        assert (await gw.complete()).json()["choices"][0]["text"] == expected
+    assert view.breaker.state(time.monotonic()) is not BreakerState.CLOSED
+    assert 1.0 in [
+        n for labels, n in table.count_breakers() if labels[1:] in (("decode", "open"), ("decode", "half_open"))
+    ]
+    bad.faults.reserve_error = None
+
+    async def closes() -> bool:
+        await gw.complete()
+        return view.breaker.state(time.monotonic()) is BreakerState.CLOSED
+
+    deadline = time.monotonic() + 20
+    while not await closes():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)

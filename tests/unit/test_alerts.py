@@ -27,7 +27,7 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 STEP_S = 60.0
 DAY_S = 86_400.0
 BASE, BAD = 40, 25  #: Minutes before and after the failure.
-GATEWAY, PREFILL, DECODE = "gateway:8000", "prefill:9400", "decode:9400"
+GATEWAY, PREFILL, DECODE, PLANNER = "gateway:8000", "prefill:9400", "decode:9400", "planner:9500"
 
 Shape = Callable[[int], float | None]  #: Returns the value of a series in a minute; None while it is absent.
 World = dict[str, Shape]  #: By series, as PromQL writes it.
@@ -96,6 +96,9 @@ def healthy() -> World:
         series("baton_prefix_hit_tokens_actual_total", GATEWAY): counter(40_000),
         series("baton_kv_index_mode", GATEWAY, mode="redis"): level(1),
         series("baton_limits_without_redis_total", GATEWAY): counter(0),
+        series("baton_pod_breakers", GATEWAY, model="m", role="decode", state="closed"): level(1),
+        series("baton_planner_decided_timestamp_seconds", PLANNER): lambda m: 60.0 * m,
+        series("baton_planner_failures_total", PLANNER, action="add"): level(0),
         series("baton_retries_total", GATEWAY, kind="Unavailable"): counter(2),
         series("baton_resumed_sequences_total", GATEWAY, outcome="failed"): level(0),
         series("baton_aborts_total", GATEWAY, reason="disconnect"): counter(20),
@@ -212,6 +215,15 @@ SCENARIOS: dict[str, World] = {
     "BatonCertificateExpires": {
         series("baton_certificate_expiry_timestamp_seconds", GATEWAY, use="cluster"): level(90 * DAY_S, 5 * DAY_S)
     },
+    "BatonPodFails": {
+        series("baton_pod_breakers", GATEWAY, model="m", role="decode", state="closed"): level(1, 0),
+        series("baton_pod_breakers", GATEWAY, model="m", role="decode", state="open"): appears(1),
+    },
+    "BatonPodSlow": {series("baton_slow_pods", GATEWAY, model="m", role="prefill"): appears(1)},
+    "BatonPlannerBlind": {
+        series("baton_planner_decided_timestamp_seconds", PLANNER): lambda m: 60.0 * min(m, BASE),
+    },
+    "BatonPlannerFails": {series("baton_planner_failures_total", PLANNER, action="add"): level(0, 1)},
     "BatonPodNotInIndex": {series("baton_index_registered", DECODE): level(1, 0)},
     "BatonLimitsWithoutRedis": {series("baton_limits_without_redis_total", GATEWAY): counter(0, 60)},
     "BatonRoutingSlow": histogram("baton_routing_seconds", GATEWAY, 0.001, 600, later=0.09, step="plan"),

@@ -16,6 +16,7 @@ SOURCES = (
     "cli",
     "common",
     "engine",
+    "fleet",
     "gateway",
     "kv_transfer",
     "pod",

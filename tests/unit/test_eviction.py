@@ -75,7 +75,7 @@ def test_the_pool_stays_consistent_and_prefix_closed(
         assert set(hashes) <= cached
         order = pool._cache.evictable
         if isinstance(order, LeafOrder):
-            assert order._pinned <= max_pinned
+            assert order._pinned.total() <= max_pinned
     if held is not None:
         held.finish("done")
     # Everything can be evicted, children first.
@@ -191,7 +191,7 @@ def test_a_normal_request_raises_a_low_block() -> None:
 
 def test_a_time_to_live_ends_and_begins_again_with_each_use() -> None:
     clock, cache = Clock(), PrefixCache(8)
-    cache.evictable = order = LeafOrder("lru", 8, 8, clock)
+    cache.evictable = order = LeafOrder("lru", 8, 8, now=clock)
     for block in range(3):
         cache.register(block, bytes([block]), -1)
     cache.retain([0], Retention(Priority.HIGH, ttl_s=10))
@@ -243,7 +243,7 @@ def test_what_a_request_asks_for() -> None:
 
 def test_pins_whose_time_is_over_leave_room_for_others() -> None:
     clock, cache = Clock(), PrefixCache(8)
-    cache.evictable = order = LeafOrder("lru", 8, 2, clock)
+    cache.evictable = order = LeafOrder("lru", 8, 2, now=clock)
     for block in range(5):
         cache.register(block, bytes([block]), -1)
     cache.retain([0, 1], Retention(Priority.PINNED, ttl_s=10))
@@ -271,3 +271,46 @@ def test_a_retention_holds_for_blocks_that_another_request_has_computed_meanwhil
         serve(pool, chain(page, page, page))
     assert pool.match_prefix(prompt) == 2
     pool.check_integrity()
+
+
+def pinned(tenant: str) -> Retention:
+    return Retention(Priority.PINNED, tenant=tenant)
+
+
+def test_one_tenant_cannot_pin_the_part_of_another() -> None:
+    pool = BlockPool(12, SIZE, max_pinned=4, max_pinned_by_tenant=2)
+    serve(pool, chain(1, 2, 3), pinned("a"))  # the third block is only high
+    serve(pool, chain(11, 12), pinned("b"))
+    serve(pool, chain(21), pinned("c"))  # the pool's bound is reached
+    order = pool._cache.evictable
+    assert isinstance(order, LeafOrder)
+    assert order._pinned == {"a": 2, "b": 2}
+    for number in range(30, 60):  # strangers of high retention empty all that is not pinned
+        serve(pool, chain(number, number + 1000), Retention(Priority.HIGH))
+    assert [pool.lease(chain(*names), 4).cached_blocks for names in ((1, 2, 3), (11, 12), (21,))] == [2, 2, 0]  # type: ignore[union-attr]
+
+
+def test_a_pin_that_ends_makes_room_for_its_tenant_alone() -> None:
+    clock = Clock()
+    order = LeafOrder("lru", 8, 8, 2, clock)
+    for block in range(6):
+        order.on_registered(block, bytes([block]), -1)
+    order.retain([0], Retention(Priority.PINNED, 10.0, "a"))
+    order.retain([1], pinned("a"))
+    order.retain([2], pinned("a"))
+    assert order._priority[2] == Priority.HIGH
+    clock.now = 11.0
+    order.retain([3], pinned("a"))
+    assert [order._priority[b] for b in (0, 1, 3)] == [Priority.NORMAL, Priority.PINNED, Priority.PINNED]
+    assert order._pinned == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    ("salt", "tenant"),
+    [("tenant:team-a:x:y", "team-a"), ("tenant:team-a:", "team-a"), ("salt:tenant:b:", ""), ("", "")],
+)
+def test_the_tenant_of_a_pin_comes_from_the_salt_of_the_gateway(salt: str, tenant: str) -> None:
+    request = ValidRequest("r", "m", (1,), SamplingParams(), salt, cache_priority=2)
+    retention = Retention.of(request)
+    assert retention is not None
+    assert retention.tenant == tenant

@@ -186,3 +186,51 @@ def test_the_season_is_expected_before_it_comes() -> None:
         forecast.add(now, 5.0, 10.0)
     assert forecast.at(now) < 15.0
     assert forecast.at(now + 30.0) == pytest.approx(30.0, rel=0.2)
+
+
+def empty_role_actions(fleet: Fleet, seconds: float) -> list[FleetAction]:
+    """Returns the actions of so many seconds, none of which is carried out."""
+    taken = []
+    for _ in range(int(seconds / 5)):
+        fleet.now += 5
+        taken += [action for action in fleet.decider.decide(fleet.reading()) if action.kind is not ActionKind.HOLD]
+    return taken
+
+
+def test_a_role_without_a_pod_gets_its_least_number_after_a_while() -> None:
+    limits = replace(LIMITS, min_decode=2)
+    fleet = Fleet(limits, prefill=1, decode=0)
+    assert empty_role_actions(fleet, limits.stale_s) == []  # pods that lost Redis come back by themselves
+    action = empty_role_actions(fleet, 5.0)[0]
+    assert (action.kind, action.role, action.number) == (ActionKind.ADD, Role.DECODE, 2)
+    fleet.apply(action)
+    assert fleet.count(Role.DECODE) == 2
+    assert all("no pod" not in action.why for action in fleet.decider.decide(fleet.reading()))
+
+
+def test_both_roles_start_from_nothing_within_the_limits() -> None:
+    fleet = Fleet(replace(LIMITS, max_pods=1), prefill=0, decode=0)
+    actions = empty_role_actions(fleet, 15.0)
+    assert [(a.kind, a.role, a.number) for a in actions] == [(ActionKind.ADD, Role.PREFILL, 1)]
+
+
+@pytest.mark.parametrize(("decode", "expected"), [(1, None), (2, ActionKind.SWITCH)])
+def test_without_a_scale_adapter_a_pod_of_the_other_role_changes(decode: int, expected: ActionKind | None) -> None:
+    fleet = Fleet(replace(LIMITS, scales=False), prefill=0, decode=decode)
+    actions = empty_role_actions(fleet, 15.0)
+    assert [action.kind for action in actions] == ([] if expected is None else [expected])
+    if actions:
+        assert actions[0].role is Role.PREFILL
+        assert actions[0].pod.startswith("d")
+
+
+def test_a_role_that_is_empty_for_a_moment_starts_nothing() -> None:
+    fleet = Fleet(LIMITS)
+    for _ in range(10):
+        fleet.step(5.0)
+    roles, fleet.roles = fleet.roles, {}
+    assert empty_role_actions(fleet, 5.0) == []
+    fleet.roles = roles
+    assert empty_role_actions(fleet, 5.0) == []
+    fleet.roles = {}
+    assert empty_role_actions(fleet, 10.0) == []

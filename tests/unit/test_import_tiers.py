@@ -44,7 +44,7 @@ PACKAGES["baton"] = {"common", "engine"}  # the import name for users; no packag
 ROOMS = {
     "common": [
         "errors block_hash grammar.matcher",
-        "types kv_layout kv_groups kv_slices redis.url json_schema",
+        "types kv_layout kv_groups kv_slices redis.url json_schema call_wrapper",
         "redis tracing grammar process model logs telemetry tls",
         "settings wire auth pb",
         "rpc",

@@ -9,7 +9,7 @@ from argparse import Namespace
 import pytest
 
 from benchmarks.reliability import overload
-from benchmarks.reliability.overload import Client, Load, quantile_ms, refused
+from benchmarks.reliability.overload import Client, LoadOutcome, quantile_ms, refused
 
 BEFORE = {"arrival": {0.01: 40.0, 0.1: 50.0, math.inf: 50.0}}
 AFTER = {"arrival": {0.01: 50.0, 0.1: 60.0, math.inf: 60.0}, "waiting": {0.01: 0.0, 0.1: 3.0, math.inf: 3.0}}
@@ -30,7 +30,7 @@ async def test_a_client_that_is_refused_pauses(monkeypatch: pytest.MonkeyPatch) 
     """Without a pause its requests would take the processor from the stack whose capacity is measured."""
     sent = 0
 
-    async def request(_client: Client, _load: Load) -> str:
+    async def request(_client: Client, _load: LoadOutcome) -> str:
         nonlocal sent
         sent += 1
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from benchmarks.support.shapes import SHAPES
 from cli.app import app
 from cli.fit.cards import CARDS, Card, load_card, parse_card, write_card
-from cli.fit.estimate import Fit, Load, best_of, candidates, decode_s, prompt_s, sizes_of
+from cli.fit.estimate import Fit, PlannedLoad, best_of, candidates, decode_s, prompt_s, sizes_of
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
 from engine.card_rates import measure
@@ -181,14 +181,14 @@ def test_layers_with_a_window_read_less(tmp_path: Path) -> None:
 # -- advice
 
 
-def found_for(path: Path, shape: str, card: Card, load: Load, ranks: int | None = None) -> list[Fit]:
+def found_for(path: Path, shape: str, card: Card, load: PlannedLoad, ranks: int | None = None) -> list[Fit]:
     sizes = sizes_of(model_size, directory(path, SHAPES[shape].config), card.dtype)
     return candidates(sizes, card, load, 0.9, ranks)
 
 
 def test_the_least_change_that_holds_all_users_is_chosen(tmp_path: Path) -> None:
     def flags(users: int) -> tuple[str, ...]:
-        load = Load(context=32768, prompt=4096, users=users)
+        load = PlannedLoad(context=32768, prompt=4096, users=users)
         return best_of(found_for(tmp_path, "llama-3.1-8b", CARDS["h200"], load)).flags
 
     assert flags(16) == ("--max-model-len 32768",)
@@ -198,7 +198,7 @@ def test_the_least_change_that_holds_all_users_is_chosen(tmp_path: Path) -> None
 
 
 def test_weights_that_do_not_fit_are_told(tmp_path: Path) -> None:
-    load = Load(context=4096, prompt=4096, users=1)
+    load = PlannedLoad(context=4096, prompt=4096, users=1)
     (setup,) = [s for s in found_for(tmp_path, "llama-3.1-70b", CARDS["a100-40gb"], load, 2) if not s.fits][:1]
     assert setup.pool_bytes < 0
     assert setup.pool_tokens == setup.largest_batch == setup.batch == 0
@@ -210,7 +210,7 @@ def test_weights_that_do_not_fit_are_told(tmp_path: Path) -> None:
 
 def test_a_split_that_the_model_refuses_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not divide"):
-        found_for(tmp_path, "llama-3.1-8b", CARDS["h200"], Load(context=4096, prompt=4096, users=1), 3)
+        found_for(tmp_path, "llama-3.1-8b", CARDS["h200"], PlannedLoad(context=4096, prompt=4096, users=1), 3)
 
 
 # -- the command
@@ -270,7 +270,7 @@ def test_flags_give_the_pod_the_pool_of_the_estimate(tmp_path: Path) -> None:
 
 def test_ranks_on_cpus_share_one_memory(tmp_path: Path) -> None:
     cpu = replace(CARDS["h200"], device="cpu", memory_bytes=16 << 30, fp8_flop_s=0.0)
-    found = found_for(tmp_path, "llama-3.1-8b", cpu, Load(context=4096, prompt=4096, users=4))
+    found = found_for(tmp_path, "llama-3.1-8b", cpu, PlannedLoad(context=4096, prompt=4096, users=4))
     assert {setup.ranks for setup in found} == {1}
     assert not best_of(found).fits
 
@@ -284,7 +284,7 @@ def test_a_measured_card_is_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (card.device, card.dtype, card.fp8_flop_s) == ("cpu", "float32", 0.0)
     write_card(card, tmp_path / "card.json")
     assert load_card(str(tmp_path / "card.json")) == card
-    load = Load(context=64, prompt=64, users=2)
+    load = PlannedLoad(context=64, prompt=64, users=2)
     assert best_of(found_for(tmp_path, "tiny", card, load)).fits
 
 

@@ -319,3 +319,16 @@ def test_rates_add_up() -> None:
     assert H100_8B.decode_s(64, 64 * 2048) == pytest.approx(0.0121, rel=0.05)
     assert asdict(H100_8B)["kv_bytes"] == 131072
     assert isinstance(H100_8B, HardwareRates)
+
+
+def test_a_pod_that_becomes_ten_times_slower_gets_few_prompts_until_it_is_fast_again() -> None:
+    trace = of(*[request(0.05 * i, i, output=1) for i in range(2000)])
+    spec: dict[str, Any] = {"prefill": 4, "prefill_blocks": 64, "policy": "cost"}
+    _, usual = run(trace, **spec)
+    fault = SimulatedFault(at_s=10.0, for_s=60.0, pod="prefill-0", slower=10.0)
+    result, cluster = run(trace, faults=(fault,), **spec)
+    slow, *others = [pod.prompts for pod in cluster.pods]
+    assert slow < 0.6 * usual.pods[0].prompts
+    assert min(others) > slow
+    assert result.summary.refused == 0
+    assert result.summary.ttft_p90_s < 1.0

@@ -6,14 +6,12 @@ on the connections of one address. Connections without a call are closed.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
-import grpc
-
+from common.call_wrapper import CallWrapper
 from common.errors import Overloaded
 from gateway.admission.api_keys import client_of
 from gateway.admission.client_limits import ClientLimits
@@ -37,52 +35,23 @@ def client_of_peer(peer: str) -> str:
     return client_of(host.strip("[]"))
 
 
-class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable at run time
+class CallLimit(CallWrapper):
     """Refuses the calls of a client address beyond its bound. `limits` counts calls as connections."""
 
     def __init__(self, limits: ClientLimits) -> None:
+        super().__init__()
         self._limits = limits
-        self._counted: dict[str, Any] = {}  #: Handlers by method.
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None or method == HEALTH_CHECK:
-            return handler
-        if method not in self._counted:  # handlers are registered once, so there is one entry for each method
-            self._counted[method] = self._count(handler)
-        return self._counted[method]
-
-    def _count(self, handler: Any) -> Any:
-        shape = "_".join("stream" if x else "unary" for x in (handler.request_streaming, handler.response_streaming))
-        behavior = getattr(handler, shape)
-
-        async def call(request: Any, context: Any) -> Any:
-            with self._place(context):
-                return await behavior(request, context)
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            with self._place(context):
-                async with aclosing(behavior(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-
-        return getattr(grpc, f"{shape}_rpc_method_handler")(
-            stream if inspect.isasyncgenfunction(behavior) else call,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+    def wraps(self, method: str) -> bool:
+        return method != HEALTH_CHECK
 
     @contextmanager
-    def _place(self, context: Any) -> Iterator[None]:
+    def around(self, method: str, handler: Any, request: Any, context: Any) -> Iterator[Any]:
         """Counts a call while it runs. Raises Overloaded."""
         client = client_of_peer(context.peer())
         if not self._limits.connect(client):
             raise Overloaded("this client has too many calls at once; end some before the next one")
         try:
-            yield
+            yield request
         finally:
             self._limits.disconnect(client)

@@ -31,7 +31,7 @@ class Outcomes:
     done: int = 0
 
 
-class Load:
+class StackLoad:
     """`clients` loops over a fixed set of prompts with mixed lengths. Aborts a share of the streams half-way."""
 
     def __init__(
