@@ -42,6 +42,15 @@ class EngineConfig(PodEngineSettings):
     )
     max_adapter_rank: int = setting(kinds.integer(1, 256), 16, "Largest rank of an adapter")
 
+    num_states: int = setting(
+        kinds.integer(0),
+        0,
+        "Slots for the recurrent states of a hybrid model: one for each running sequence, the others for snapshots; "
+        "0: four for each sequence of max_seqs, within a third of the memory",
+    )
+    snapshot_blocks: int = setting(
+        kinds.integer(1), 128, "Blocks of a prompt from one snapshot of a hybrid model's recurrent state to the next"
+    )
     kv_groups: bool = setting(
         kinds.BOOL, False, "Free the KV of layers with a window when it leaves the window, where the engine supports it"
     )

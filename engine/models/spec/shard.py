@@ -31,6 +31,8 @@ class Shard:
             return spec
         if not isinstance(spec, ModelSpec):
             raise shard_error(f"{spec.architecture} is computed by transformers, on one device only")
+        if spec.states is not None:
+            raise shard_error(f"the gated delta layers of {spec.architecture} are computed on one device only")
         names = {"num_kv_heads": "num_key_value_heads", "num_heads": "num_attention_heads"}
         # A latent belongs to all heads, so every rank has all latents.
         fields = ["num_heads"] if spec.latent_dim else ["num_kv_heads", "num_heads"]
