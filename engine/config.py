@@ -42,6 +42,7 @@ class EngineConfig(PodEngineSettings):
     )
     max_adapter_rank: int = setting(kinds.integer(1, 256), 16, "Largest rank of an adapter")
 
+    recurrent_states: bool = True  # Models with recurrent states may run.
     num_states: int = setting(
         kinds.integer(0),
         0,

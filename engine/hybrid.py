@@ -21,6 +21,9 @@ def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
     """Raises ConfigError for settings that a model with recurrent states does not support."""
     if spec.states is None:
         return
+    if not config.recurrent_states:
+        problem = f"{spec.architecture} has a recurrent state, and pods do not hand it over yet: use LLM in Python"
+        raise ConfigError(f"model: {problem}", field="model")
     refused = {
         "speculation": config.speculation != "none" and "a rejected draft would have to be taken out of the state",
         "host_cache": config.host_cache > 0 and "host memory keeps blocks, and no states",

@@ -198,7 +198,9 @@ def engine_config(config: PodConfig) -> EngineConfig:
     # The hand-off and the pulls move whole blocks, so pods have no KV groups.
     made = EngineConfig(model_dir=find(config.model), kv_groups=False, **shared)
     return dataclasses.replace(
-        made, local_chunk_tokens=local_chunk_tokens(config, config.role, made.resolve_device().type)
+        made,
+        local_chunk_tokens=local_chunk_tokens(config, config.role, made.resolve_device().type),
+        recurrent_states=False,  # the hand-off and the pulls move blocks only
     )
 
 

@@ -17,11 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import card
 from engine.kernels.gated_delta.decode import log_decay, sigmoid, unit
 from engine.kernels.gated_delta.rows import CHUNK, DeviceChunks
 
 VALUES = 32  # Values of a head in one program of the scan.
 MIN_DOT = 16  # Smallest size of a product.
+MAX_STAGES = 3  # Chunks that the scan loads ahead, if shared memory allows it.
+#: Of products of float32: three products of tensor cores, with nearly all bits. Without tensor cores Triton compiles
+#: a product of this size for minutes.
+PRECISION = "tf32x3"
 
 
 class Prepared(NamedTuple):
@@ -153,14 +158,15 @@ def delta_chunks(
 
     decay = torch.empty(count, heads, dtype=torch.float32, device=qkv.device)
     prepared = Prepared(empty(key_dim), empty(value_dim), empty(key_dim), empty(key_dim), empty(CHUNK), decay)
-    precision = "ieee" if qkv.dtype == torch.float32 else "tf32x3"
     key_pad, value_pad = (max(MIN_DOT, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
     sizes: dict[str, Any] = {"HEADS": heads, "KEY": key_dim, "VALUE": value_dim, "CHUNK": CHUNK}
-    sizes |= {"KEY_PAD": key_pad, "PRECISION": precision}
+    sizes |= {"KEY_PAD": key_pad, "PRECISION": PRECISION}
     _prepare_kernel[(count, heads)](
         qkv, gates, decay_log, decay_bias, chunks, prepared, gates.stride(0), key_dim**-0.5,
         KEY_HEADS=key_heads, VALUE_PAD=value_pad, **sizes, num_warps=4,
     )  # fmt: skip
+    stage_bytes = CHUNK * (3 * key_pad + CHUNK + VALUES) * qkv.element_size()
+    stages = max(1, min(MAX_STAGES, card.shared_bytes(qkv.device) // stage_bytes - 1))
     _scan_kernel[(len(chunks.row_slot), heads, triton.cdiv(value_dim, VALUES))](
-        prepared, states, chunks, out, states.stride(0), BV=VALUES, **sizes, num_warps=4
+        prepared, states, chunks, out, states.stride(0), BV=VALUES, **sizes, num_warps=4, num_stages=stages
     )
