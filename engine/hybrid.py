@@ -36,12 +36,24 @@ def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
             raise ConfigError(f"{field}: {problem}", field=field)
 
 
+def _check_float32(device: torch.device) -> None:
+    """Raises ConfigError if the kernels for prompts do not fit this card in float32."""
+    from engine.kernels.card import shared_bytes
+    from engine.kernels.gated_delta.chunks import FLOAT32_SHARED_BYTES
+
+    if (size := shared_bytes(device)) < FLOAT32_SHARED_BYTES:
+        need = f"{FLOAT32_SHARED_BYTES} bytes of shared memory, this card has {size}: use bfloat16"
+        raise ConfigError(f"dtype: float32 with gated delta layers needs {need}", field="dtype")
+
+
 def make_states(
     config: EngineConfig, shape: StateShape | None, device: torch.device, dtype: torch.dtype, max_seqs: int
 ) -> StatePool | None:
     """Allocates the recurrent states of an engine after the weights are loaded; None for a model without."""
     if shape is None:
         return None
+    if device.type == "cuda" and dtype == torch.float32:
+        _check_float32(device)
     size = shape.slot_bytes(dtype)
     count = config.num_states
     if not count:

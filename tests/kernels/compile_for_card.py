@@ -36,6 +36,7 @@ from engine.kernels.experts import vector as experts_vector
 from engine.kernels.experts import weight as experts_weight
 from engine.kernels.fixed_order import attention as fixed_order_attention
 from engine.kernels.fixed_order.gemm import fixed_order_gemm
+from engine.kernels.gated_delta.chunks import FLOAT32_SHARED_BYTES
 from engine.kernels.gated_delta.layer import gated_delta
 from engine.kernels.gated_delta.rows import DeviceRows, device_rows
 from engine.kernels.latent import attention as latent_attention
@@ -315,7 +316,8 @@ def gated_delta_layers() -> None:
     heads, key_heads, dim, taps = 32, 16, 128, 4
     channels = 2 * key_heads * dim + heads * dim
     rows = [StateRow(1, 0), StateRow(1, 1), StateRow(100, 2, (Snapshot(64, 3),))]
-    for dtype in (torch.bfloat16, torch.float32):
+    dtypes = [torch.float32] if card.shared_bytes(CPU) >= FLOAT32_SHARED_BYTES else []  # others are refused
+    for dtype in (*dtypes, torch.bfloat16):
         state = LayerState(torch.zeros(4, heads, dim, dim), torch.zeros(4, taps - 1, channels, dtype=dtype))
         inputs = half(102, channels + heads * dim).to(dtype), half(102, 2 * heads).to(dtype)
         rule: dict[str, Any] = {"decay_log": torch.zeros(heads), "decay_bias": torch.zeros(heads)}

@@ -23,6 +23,7 @@ from engine.kernels.gated_delta.rows import CHUNK, DeviceChunks
 
 VALUES = 32  # Values of a head in one program of the scan.
 MIN_DOT = 16  # Smallest size of a product.
+FLOAT32_SHARED_BYTES = 128 << 10  # Shared memory that `_prepare_kernel` needs for float32 and keys of 128 numbers.
 MAX_STAGES = 3  # Chunks that the scan loads ahead, if shared memory allows it.
 #: Of products of float32: three products of tensor cores, with nearly all bits. Without tensor cores Triton compiles
 #: a product of this size for minutes.
