@@ -94,12 +94,12 @@ class Engine:
         form = config.load_format, config.weights_seed, config.weights
         source = open_model(config.model_dir, *form, deterministic=config.deterministic)
         self.spec = spec = source.spec
-        check_hybrid(config, spec)
         self.device = device = config.resolve_device()
         if config.deterministic:
             dtype = config.resolve_dtype(device)
             check_deterministic(device, dtype, head_dim=spec.head_dim, vocab_size=spec.vocab_size)
             log.info("deterministic: the bits of a token do not depend on batch, chunks, cache hits or drafts")
+        check_hybrid(config, spec)
         make_current(device)
         torch.set_num_threads(config.threads_per_rank)
         self.rank_group: RankGroup | None = None
