@@ -12,6 +12,11 @@ The bytes of its leased pages are compared with those of a layout without groups
 - MODEL_LENGTH_hand_off_ratio: bytes of the hand-off of a prompt of LENGTH tokens, relative to one without groups.
 - MODEL_LENGTH_seqs: sequences of that length that run at once in 40 GiB of KV, and _seqs_before without groups.
 
+A prompt of a hybrid model, 4,000 tokens with a snapshot of its recurrent state every 128 blocks, is leased again:
+
+- hybrid_recomputed_blocks: blocks that the second prompt computes beyond those of a model without a state.
+- hybrid_edit_lost_blocks: the most that prompts with an edited token compute beyond them; 200 random edits.
+
 With --engine, a model of 24 layers (12 with a window of 1,024) with random weights decodes in the engine:
 
 - decode_ROWSxCONTEXT_ms: time of a decode step with groups; _before: without groups. The tokens must be equal.
@@ -31,6 +36,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,6 +52,7 @@ from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.kv.blocks import BlockPool, Lease
 from engine.kv.grouped_blocks import make_block_pool
+from engine.kv.state_blocks import StateBlockPool, StateLease
 
 BLOCK, CHUNK, DECODES, KV_BYTES = 16, 2048, 64, 40 << 30
 #: Rows and context of the decode steps that --engine measures, each for STEPS steps.
@@ -99,6 +106,39 @@ def sequences_at_once(made: KVLayout, length: int) -> int:
     while run_sequence(pool, length, count) is not None:
         count += 1
     return count
+
+
+def hybrid_metrics() -> dict[str, float]:
+    """Leases a prompt and edits of it again, in a pool with states and in one without."""
+    length, random = 4000, Random(3)
+    hashes = [i.to_bytes(16, "little") for i in range(length // BLOCK)]
+    others = [(1 << 64 | i).to_bytes(16, "little") for i in range(length // BLOCK)]
+    options: dict[str, Any] = {"num_states": 64, "spacing": EngineConfig(model_dir=Path()).snapshot_blocks}
+    pools = StateBlockPool(600, BLOCK, **options), BlockPool(600, BLOCK)
+
+    def hits(match: list[bytes]) -> list[int]:
+        found: list[int] = []
+        for pool in pools:
+            lease = pool.lease(match, -(-length // BLOCK))
+            assert lease is not None
+            found.append(lease.cached_blocks)
+            lease.finish("measured")
+        return found
+
+    for pool in pools:
+        lease = pool.lease([], -(-length // BLOCK))
+        assert lease is not None
+        for start in range(0, length, CHUNK):
+            end = min(start + CHUNK, length)
+            if isinstance(lease, StateLease):
+                lease.plan_snapshots(start, end, length)
+            lease.publish(hashes[: end // BLOCK])
+        lease.finish("stop")
+    matchable = hashes[: (length - 1) // BLOCK]
+    state, plain = hits(matchable)
+    edits = [hits(matchable[:at] + others[at : len(matchable)]) for at in random.choices(range(length // BLOCK), k=200)]
+    lost = max(without - with_states for with_states, without in edits)
+    return {"hybrid_recomputed_blocks": plain - state, "hybrid_edit_lost_blocks": lost}
 
 
 def measure_engine() -> dict[str, float]:
@@ -185,6 +225,7 @@ def main() -> None:
         for name in ("8k", "128k"):
             metrics[f"{made.model}_{name}_seqs"] = sequences_at_once(made, LENGTHS[name])
             metrics[f"{made.model}_{name}_seqs_before"] = sequences_at_once(before, LENGTHS[name])
+    metrics |= hybrid_metrics()
     report.show(metrics)
     report.write(options.out, "kv_groups", metrics)
 

@@ -38,11 +38,13 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import gpu_start_lock, make_current, require_memory
+from engine.hybrid import check_hybrid, make_states
 from engine.kv.blocks import CacheCallbacks
 from engine.kv.disk_copier import start_disk_tier
 from engine.kv.grouped_blocks import make_block_pool
 from engine.kv.host_copier import HostCopier, HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
+from engine.kv.state_blocks import StateBlockPool
 from engine.models.base import Model, ModelShape
 from engine.models.loader import open_model
 from engine.models.pooling import pooling_of
@@ -53,6 +55,7 @@ from engine.schedule.limits import SchedulerConfig
 from engine.schedule.outputs import Inbox, OnStep, StepResult
 from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
+from engine.schedule.states import plan_states
 from engine.schedule.stepper import Stepper
 from engine.speculation.controller import DraftController
 from engine.speculation.draft_loop import ModelProposer
@@ -98,6 +101,7 @@ class Engine:
             dtype = config.resolve_dtype(device)
             check_deterministic(device, dtype, head_dim=spec.head_dim, vocab_size=spec.vocab_size)
             log.info("deterministic: the bits of a token do not depend on batch, chunks, cache hits or drafts")
+        check_hybrid(config, spec)
         make_current(device)
         torch.set_num_threads(config.threads_per_rank)
         self.rank_group: RankGroup | None = None
@@ -135,7 +139,7 @@ class Engine:
             model=config.name or directory_name(config.model_dir).rpartition("/")[2],
             revision=source.revision(device),
             weights=source.weights_text,
-            num_layers=spec.num_layers,
+            num_layers=spec.kv_layers,
             tensor_parallel=self._builder.shard.size,
             num_kv_heads=spec.num_kv_heads,
             kv_order=config.resolve_kv_order(spec.num_kv_heads),
@@ -162,6 +166,7 @@ class Engine:
             overlap=config.resolve_overlap(device),
             assign_adapters=None if self._slots is None else self._slots.assign,
             draft_model_lags=self.runner.draft_model_lags,
+            plan_states=functools.partial(plan_states, self.pool) if isinstance(self.pool, StateBlockPool) else None,
         )
         self.counters = self._stepper.counters
         self.speculator: Speculator | None = None  # Proposes drafts and has their statistics; None without speculation
@@ -200,19 +205,21 @@ class Engine:
             torch.set_float32_matmul_precision("highest")
             self._sampler = DeviceSampler(limits.max_seqs, self.vocab_size, device, max_drafts=self._max_drafts)
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
+        # The states are allocated before the memory is measured, so blocks get what they leave.
+        self.states = make_states(config, self.spec.states, device, TORCH_DTYPES[dtype], limits.max_seqs)
         build = functools.partial(self._build_runner, limits, model, make_draft, graphs)
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.kv = self._builder.pool(self.layout, num_blocks, device)
-        self.pool = make_block_pool(
-            self.layout,
-            num_blocks,
-            host_cache=config.host_cache,
-            policy=config.cache_policy,
-            pinned_bytes=config.cache_pin,
-            tenant_pinned_bytes=config.cache_pin_tenant,
-            keeps_prefixes=config.prefix_cache,
-            **callbacks,
-        )
+        options: dict[str, Any] = {"policy": config.cache_policy, "keeps_prefixes": config.prefix_cache, **callbacks}
+        if self.states is None:
+            tiers: dict[str, Any] = {"host_cache": config.host_cache, "pinned_bytes": config.cache_pin}
+            tiers["tenant_pinned_bytes"] = config.cache_pin_tenant
+            self.pool = make_block_pool(self.layout, num_blocks, **tiers, **options)
+        else:
+            slots = {"num_states": self.states.num_states, "spacing": config.snapshot_blocks}
+            options["max_pinned"] = config.cache_pin // self.layout.block_bytes
+            options["max_pinned_by_tenant"] = config.cache_pin_tenant // self.layout.block_bytes
+            self.pool = StateBlockPool(num_blocks, self.layout.block_size, **slots, **options)
         self.max_model_len = min(max_len, self.pool.max_tokens)
         if self.max_model_len < config.max_model_len:
             log.warning(
@@ -450,6 +457,7 @@ class Engine:
             rejection=self.config.speculation_accept == "rejection",
             draft_model=draft,
             adapters=self._slots,
+            states=self.states,
         )
 
 

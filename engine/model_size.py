@@ -86,7 +86,7 @@ def model_size(
     layout = KVLayout(
         model="",
         revision="",
-        num_layers=shape.num_layers,
+        num_layers=shape.kv_layers,
         num_kv_heads=source.spec.num_kv_heads,
         tensor_parallel=ranks,
         head_dim=shape.head_dim,

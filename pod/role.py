@@ -197,7 +197,9 @@ def engine_config(config: PodConfig) -> EngineConfig:
             raise ConfigError(error.message, field="speculation_model") from error
     made = EngineConfig(model_dir=find(config.model), **shared)
     return dataclasses.replace(
-        made, local_chunk_tokens=local_chunk_tokens(config, config.role, made.resolve_device().type)
+        made,
+        local_chunk_tokens=local_chunk_tokens(config, config.role, made.resolve_device().type),
+        recurrent_states=False,  # the hand-off and the pulls move blocks only
     )
 
 

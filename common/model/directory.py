@@ -20,6 +20,11 @@ _log = logging.getLogger(__name__)
 
 #: Suffixes of the architectures that are decoders. Whether the engine supports one is known when it is loaded.
 DECODERS = ("ForCausalLM", "LMHeadModel")
+#: Multimodal architectures of which the text part is served, and the decoder of that part.
+TEXT_TOWERS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
 SMOLLM2 = "smollm2"
 SMOLLM2_DIR = "SmolLM2-135M-Instruct-0.1.2"
 
@@ -47,9 +52,13 @@ def default_served_name(model: str) -> str:
 
 
 def decoder_architecture(config: Mapping[str, Any]) -> str:
-    """Returns the architecture in a config.json. Raises ConfigError (field "model") if it is not a decoder."""
+    """Returns the architecture in a config.json, of a multimodal model that of its text part.
+
+    Raises ConfigError (field "model") if it is not a decoder.
+    """
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else f"(none; model_type {config.get('model_type')!r})"
+    name = TEXT_TOWERS.get(name, name)
     if not name.endswith(DECODERS):
         raise ConfigError(f"model architecture {name} is not supported: only text decoders are", field="model")
     return name

@@ -54,8 +54,9 @@ def sites_of(model: Model) -> DecoderSites:
         raise _unsupported("a model that transformers computes")
     layers: list[tuple[Attention, nn.Module]] = []
     for layer in model.layer_list:
-        if isinstance(layer.attention, LatentAttention):
-            raise _unsupported("a model with latent attention")
+        if not isinstance(layer.attention, Attention):
+            latent = isinstance(layer.attention, LatentAttention)
+            raise _unsupported(f"a model with {'latent attention' if latent else 'gated delta layers'}")
         layers.append((layer.attention, layer.mlp))
     return DecoderSites(model.spec, layers)
 

@@ -497,6 +497,11 @@ class Lease:
         pool._leases.add(self)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether it has all that a step needs. A fork may lack its recurrent state (state_blocks.py)."""
+        return True
+
+    @property
     def host_loading(self) -> bool:
         """Whether blocks are still being copied from the host."""
         return self.host_load is not None and not self.host_load.done

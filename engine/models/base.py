@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.kv.kv_pool import LayerKV
+from engine.kv.state_pool import StateShape, StepStates
 
 #: A forward pass calls this with (i, the residual stream [T, hidden] before layer i, valid during the call only). After
 #: the last layer, i is the number of layers.
@@ -30,7 +31,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    #: Sliding window of each layer in tokens: a query sees itself and the window - 1 tokens before it. None: all.
+    #: Sliding window of each layer with KV in tokens: a query sees itself and the window - 1 tokens before. None: all.
     windows: tuple[int | None, ...]
     scale: float | None = None  # Factor on the attention scores. None: head_dim ** -0.5.
     softcap: float | None = None  # Bound of the scores: softcap * tanh(score / softcap). None: unbounded.
@@ -42,6 +43,16 @@ class ModelShape:
         """`KVLayout.latent_dim` of the model's KV."""
         return 0
 
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers with keys and values."""
+        return self.num_layers
+
+    @property
+    def states(self) -> StateShape | None:
+        """The recurrent state of a sequence. None: the model has no layers with one."""
+        return None
+
 
 class ForwardContext(NamedTuple):
     """The KV pool and the attention of a forward pass."""
@@ -51,6 +62,7 @@ class ForwardContext(NamedTuple):
     metadata: Any  # The result of `backend.prepare` for this step.
     layer_hook: LayerHook | None = None  # Called before each layer and after the last. Only `Decoder` supports it.
     adapters: Any = None  # A `StepAdapters`; None: no row of the step has one. Only `Decoder` supports them.
+    states: StepStates | None = None  # The recurrent states of the step's rows. None: the model has none.
 
 
 class Model(Protocol):

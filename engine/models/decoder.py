@@ -19,13 +19,15 @@ from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterRows, StepAdapters
 from engine.kernels.cpu.compiled import is_available
 from engine.kv.kv_pool import LayerKV
+from engine.kv.state_pool import LayerState
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
+from engine.models.gated_delta.layer import DeltaProjections, GatedDelta
 from engine.models.layers import MLP, Attention, Embedding, LatentAttention, Linear, RMSNorm, allocate
 from engine.models.moe import Experts, MoE
 from engine.models.ops import AllReduce, LatentProjections, RowWiseOps, TorchOps, rms_norm_torch, rope_tables
 from engine.models.single_row import SingleRowOps
-from engine.models.spec import LatentModelSpec, ModelSpec
+from engine.models.spec import HybridModelSpec, LatentModelSpec, ModelSpec
 from engine.quantization.scheme import Quantization
 from engine.quantization.weight import QuantizedWeight
 
@@ -37,7 +39,8 @@ MIN_TOKENS_PER_ROW = 128
 MIN_COMPILED_WEIGHTS = 8 << 20
 
 #: The attention, or the KV write, of a step: the function that `TorchOps` makes for the layers' kind of attention.
-StepFn = Callable[[Any, Any, LayerKV], Any]
+StepFn = Callable[[Any, Any, Any], Any]
+LayerCache = LayerKV | LayerState  # What a layer has of the tokens before the step.
 
 
 class Layer(nn.Module):
@@ -45,28 +48,35 @@ class Layer(nn.Module):
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm("input_layernorm", spec.hidden_size, spec.norm_eps)
-        self.attention: Attention | LatentAttention
+        norms: dict[str, Any] = {"eps": spec.norm_eps, "zero_centred": spec.zero_centred}
+        self.attention_norm = RMSNorm("input_layernorm", spec.hidden_size, **norms)
+        self.attention: Attention | LatentAttention | GatedDelta
         if isinstance(spec, LatentModelSpec):
             self.attention = LatentAttention(spec)
+        elif isinstance(spec, HybridModelSpec):
+            self.attention = GatedDelta(spec) if spec.delta.layers[index] else Attention(spec, None)
         else:
             self.attention = Attention(spec, spec.windows[index])
-        self.mlp_norm = RMSNorm("post_attention_layernorm", spec.hidden_size, spec.norm_eps)
+        self.mlp_norm = RMSNorm("post_attention_layernorm", spec.hidden_size, **norms)
         self.mlp: MLP | MoE
         if spec.moe is not None and spec.has_experts(index):
             self.mlp = MoE(spec, spec.moe)
         else:
             self.mlp = MLP(spec)
 
-    def forward(self, x: Tensor, cache: LayerKV, ops: TorchOps, attend: StepFn, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache, ops: TorchOps, attend: StepFn, rows: Tensor | None) -> Tensor:
         """Returns the residual stream after this layer, of all tokens or of `rows`. Overwrites x."""
-        attention = self.attention
-        projected: Tensor | LatentProjections
+        attention, gate = self.attention, None
+        projected: Tensor | LatentProjections | DeltaProjections
         if isinstance(attention, LatentAttention):
             projected = ops.latent_projections(x, self.attention_norm, attention)
+        elif isinstance(attention, GatedDelta):
+            projected = ops.delta_projections(x, self.attention_norm, attention)
         else:
-            projected = ops.norm_linear(x, self.attention_norm, attention.qkv)
+            gate, projected = attention.split_gate(ops.norm_linear(x, self.attention_norm, attention.qkv))
         attended = attend(projected, attention, cache)
+        if gate is not None:
+            attended = ops.gate(attended, gate)
         if rows is not None:
             x, attended, ops = x[rows], attended[rows], ops.for_results()
         x = ops.add_linear(x, attended, self.attention.out)
@@ -75,9 +85,10 @@ class Layer(nn.Module):
         gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
         return ops.add_linear(x, gated, self.mlp.down)
 
-    def write_kv(self, x: Tensor, cache: LayerKV, ops: TorchOps, write: StepFn) -> None:
+    def write_kv(self, x: Tensor, cache: LayerCache, ops: TorchOps, write: StepFn) -> None:
         """Computes and writes the keys and values of all tokens, without attention and MLP."""
         attention = self.attention
+        assert not isinstance(attention, GatedDelta)
         if isinstance(attention, LatentAttention):
             kv = ops.norm_linear(x, self.attention_norm, attention.kv_down)
         else:
@@ -115,7 +126,7 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
-            self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps)
+            self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps, zero_centred=spec.zero_centred)
             own_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
             own_head.plain = True
             self.head = self.embedding if spec.tie_word_embeddings else own_head
@@ -204,8 +215,9 @@ class Decoder(nn.Module):
         self, ops: TorchOps, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None
     ) -> Tensor:
         attend, hook, last = self._attention_for(ops, positions, context), context.layer_hook, self.layer_list[-1]
-        x, cache = self._run_body(ops, tokens, context, attend), context.cache[len(self.layers) - 1]
-        if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
+        x, cache = self._run_body(ops, tokens, context, attend), self._caches(context)[-1]
+        few = rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens)
+        if rows is not None and few and not isinstance(last.attention, GatedDelta):
             last.write_kv(x, cache, ops, self._kv_write_for(ops, positions, context))
             context = context._replace(metadata=context.backend.select_tokens(context.metadata, rows, positions))
             attend, ops = self._attention_for(ops, positions[rows], context), ops.for_results()
@@ -219,11 +231,26 @@ class Decoder(nn.Module):
         ops = self._ops if context.adapters is None else AdapterOps(self._ops, context.adapters)
         x = self._run_body(ops, tokens, context, self._attention_for(ops, positions, context))
         write = self._kv_write_for(ops, positions, context)
-        self.layer_list[-1].write_kv(x, context.cache[len(self.layers) - 1], ops, write)
+        self.layer_list[-1].write_kv(x, self._caches(context)[-1], ops, write)
 
     def _attention_for(self, ops: TorchOps, positions: Tensor, context: ForwardContext) -> StepFn:
-        latent = isinstance(self.spec, LatentModelSpec)
-        return (ops.latent_attention_for if latent else ops.attention_for)(positions, context)
+        if isinstance(self.spec, LatentModelSpec):
+            return ops.latent_attention_for(positions, context)
+        attend = ops.attention_for(positions, context)
+        if not isinstance(self.spec, HybridModelSpec):
+            return attend
+        delta = ops.gated_delta_for(context)
+        return lambda projected, layer, cache: (delta if isinstance(layer, GatedDelta) else attend)(
+            projected, layer, cache
+        )
+
+    def _caches(self, context: ForwardContext) -> Sequence[LayerCache]:
+        """Returns what each layer has of the tokens before the step."""
+        if not isinstance(self.spec, HybridModelSpec):
+            return context.cache
+        assert context.states is not None
+        states, kv = iter(context.states.layers), iter(context.cache)
+        return [next(states) if is_delta else next(kv) for is_delta in self.spec.delta.layers]
 
     def _kv_write_for(self, ops: TorchOps, positions: Tensor, context: ForwardContext) -> StepFn:
         latent = isinstance(self.spec, LatentModelSpec)
@@ -236,11 +263,12 @@ class Decoder(nn.Module):
             context.adapters.tokens.add_embedding(x, tokens)
         if self.spec.embedding_multiplier != 1.0:
             x.mul_(self.spec.embedding_multiplier)
+        caches = self._caches(context)
         for index, layer in enumerate(self.layer_list):
             if context.layer_hook is not None:
                 context.layer_hook(index, x)
             if index + 1 < len(self.layers):
-                x = layer.forward(x, context.cache[index], ops, attend, None)
+                x = layer.forward(x, caches[index], ops, attend, None)
         return x
 
     def final_norm(self, hidden: Tensor) -> Tensor:

@@ -23,16 +23,20 @@ from engine.attention.triton_backend import TritonAttention, TritonMetadata
 from engine.kernels.experts.layer import ExpertLayer, mixture
 from engine.kernels.experts.routing import RoutingRule
 from engine.kernels.experts.weight import ExpertWeight, fp8_weight, int4_weight, mxfp4_weight, plain_weight
+from engine.kernels.gated_delta.layer import gated_delta
 from engine.kernels.gemm import MAX_SKINNY_ROWS, MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm, supports_gemm_swiglu
 from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.latent.write import latent_write
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kv.kv_pool import LayerKV
+from engine.kv.state_pool import LayerState
 from engine.models.base import ForwardContext
+from engine.models.gated_delta.layer import DeltaProjections, GatedDelta
 from engine.models.layers import Attention, Embedding, LatentAttention, Linear, LinearSlice, RMSNorm
 from engine.models.moe import MoE
 from engine.models.ops import (
     AttentionFn,
+    GatedDeltaFn,
     LatentAttentionFn,
     LatentProjections,
     TorchOps,
@@ -140,6 +144,18 @@ class FusedOps(TorchOps):
         options: dict[str, Any] = {"interleaved": attention.interleaved, "query": query, "rotated": rotated}
         latent_write(latent, norm.weight, norm.eps, *places, *tables, **options)
 
+    def gated_delta_for(self, context: ForwardContext) -> GatedDeltaFn:
+        assert context.states is not None
+        rows = context.states.device
+
+        def compute(projected: DeltaProjections, layer: GatedDelta, state: LayerState) -> Tensor:
+            rule, norm = layer.rule, layer.norm
+            weights: dict[str, Any] = {"conv": rule.conv, "norm": norm.weight, "eps": norm.eps}
+            weights |= {"decay_log": rule.decay_log, "decay_bias": rule.decay_bias}
+            return gated_delta(*projected, state, rows, **weights, key_heads=layer.key_heads)
+
+        return compute
+
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         if len(x) == 1:
             return gemv(x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps)
@@ -174,6 +190,9 @@ class FusedOps(TorchOps):
     def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
         layer = moe.prepared or self.prepare_experts(moe)
         gated = None if moe.shared is None else self.norm_swiglu(x, norm, moe.shared.gate_up)
+        if gated is not None and moe.shared_gate is not None:
+            logits = F.linear(rms_norm(x, norm.weight, norm.eps), moe.shared_gate.weight)
+            gated.mul_(logits.sigmoid_())
         if self._all_reduce is None:
             x = mixture(x, layer, norm.weight, norm.eps, residual=x, out=x)
         else:

@@ -28,6 +28,7 @@ class Target(NamedTuple):
     #: For tensors of another shape than `tensor`: their shape, and the function that reads this rank's part.
     shape: tuple[int, ...] | None = None
     read: Callable[[Any], Tensor] | None = None
+    shift: float = 0.0  # Added to the checkpoint's numbers.
     replaces: frozenset[str] = frozenset()  # Names of tensors that a checkpoint with this tensor lacks.
     copies: int = 1  # Neighbouring ranks that have the same part.
 
@@ -88,6 +89,7 @@ class RMSNorm(nn.Module):
         split: 0 if each rank has a part of the dimension, None if each rank has all of it.
         order: the order of the weight's numbers, see `Target.order`.
         copies: neighbouring ranks that have the same part.
+        zero_centred: the checkpoint has the weight minus one. The weight is then float32, as the sum needs its bits.
     """
 
     def __init__(
@@ -99,8 +101,11 @@ class RMSNorm(nn.Module):
         split: int | None = None,
         order: Tensor | None = None,
         copies: int = 1,
+        zero_centred: bool = False,
     ) -> None:
         super().__init__()
+        self.shift = 1.0 if zero_centred else 0.0
+        self.float32_parameters = ("weight",) if zero_centred else ()
         self.weight = nn.Parameter(torch.empty(size))
         self.parts, self.eps, self.split = {name: size}, eps, split
         self.orders: Mapping[str, Tensor] = {} if order is None else {name: order}
@@ -142,7 +147,9 @@ class Attention(nn.Module):
         self.packed_kv: Tensor | None = None  # The packed weight of `kv`, if `qkv` is packed.
         self.prepared_kv: Any = None  # The same for `prepared`.
         queries, keys, values = (f"self_attn.{name}_proj" for name in "qkv")
-        projections = {queries: spec.query_size, keys: spec.kv_size, values: spec.kv_size}
+        #: Numbers of the output gate. They come before the queries in the result of `qkv`.
+        self.gate_size = spec.query_size if spec.output_gate else 0
+        projections = {queries: self.gate_size + spec.query_size, keys: spec.kv_size, values: spec.kv_size}
         self.qkv = Linear(inputs or spec.hidden_size, projections, bias=spec.qkv_bias, split=0)
         self.qkv.copies = {keys: spec.kv_copies, values: spec.kv_copies}
         self.out = Linear(spec.query_size, {"self_attn.o_proj": spec.hidden_size}, bias=spec.out_bias, split=1)
@@ -150,6 +157,8 @@ class Attention(nn.Module):
         order = rotary_order(spec.head_dim, spec.rope.rotated(spec.head_dim))
         if order is not None:
             self.qkv.orders = {queries: _of_heads(order, self.heads), keys: _of_heads(order, self.kv_heads)}
+        if self.gate_size:
+            self.qkv.orders = {**self.qkv.orders, queries: _gates_first(order, self.heads, self.head_dim)}
         #: Whether the norms are over all heads together, those of the other ranks included.
         self.joint_norm = spec.qk_norm == "all"
         self.q_norm = self._norm("self_attn.q_norm", spec, self.heads, order, 1)
@@ -160,7 +169,7 @@ class Attention(nn.Module):
         if spec.qk_norm is None:
             return None
         if not self.joint_norm:
-            return RMSNorm(name, spec.head_dim, spec.norm_eps, order=order)
+            return RMSNorm(name, spec.head_dim, spec.norm_eps, order=order, zero_centred=spec.zero_centred)
         joint = None if order is None else _of_heads(order, heads)
         return RMSNorm(name, heads * spec.head_dim, spec.norm_eps, split=0, order=joint, copies=copies)
 
@@ -172,7 +181,12 @@ class Attention(nn.Module):
     @property
     def kv_rows(self) -> slice:
         """The outputs of `qkv` that are keys and values."""
-        return slice(self.heads * self.head_dim, None)
+        return slice(self.gate_size + self.heads * self.head_dim, None)
+
+    def split_gate(self, projected: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Returns views of the result of `qkv`: the output gate, None if there is none, and the rest."""
+        size = self.gate_size
+        return (projected[:, :size], projected[:, size:]) if size else (None, projected)
 
     @property
     def kv(self) -> LinearSlice:
@@ -269,6 +283,17 @@ def rotary_order(head_dim: int, rotated: int) -> Tensor | None:
 def _of_heads(order: Tensor, heads: int) -> Tensor:
     """Returns the order of the rows of `heads` heads, each in the same order."""
     return (torch.arange(heads, device="cpu")[:, None] * len(order) + order).flatten()
+
+
+def _gates_first(order: Tensor | None, heads: int, head_dim: int) -> Tensor:
+    """Returns the order of a projection that has a query and a gate for each head: all gates, then all queries.
+
+    `order` is that of a head's query, None for the given one.
+    """
+    dims = torch.arange(head_dim, device="cpu")
+    firsts = torch.arange(heads, device="cpu")[:, None] * 2 * head_dim
+    gates, queries = firsts + head_dim + dims, firsts + (dims if order is None else order)
+    return torch.cat((gates.flatten(), queries.flatten()))
 
 
 def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -135,6 +135,7 @@ def _check_fixed_order(spec: ModelShape, quantization: Quantization | None) -> N
     experts = isinstance(spec, ModelSpec) and spec.moe is not None
     latent = ["latent attention"] if spec.latent_dim else []
     quantised = ["quantised weights"] if quantization is not None else []
+    latent += ["gated delta layers"] if spec.states is not None else []
     for problem in quantised + latent + (["experts"] if experts else []):
         text = f"deterministic: products with {problem} have no fixed order of sums: leave it off for this model"
         raise ConfigError(text, field="deterministic")
@@ -165,6 +166,9 @@ class ModelSupport:
             parts.append(f"{spec.moe.num_experts} experts, {spec.moe.top_k} for each token")
         if spec.latent_dim:
             parts.append(f"latents of {spec.head_dim} numbers a token and layer")
+        if (states := spec.states) is not None:
+            size = format_bytes(states.slot_bytes(torch.bfloat16))
+            parts.append(f"{states.layers} of them with a recurrent state, {size} for each sequence")
         parts += [self.source.weights_text] if self.source.weights_text else []
         how = "native" if self.how == "native" else f"through transformers, because {self.reason}"
         return f"{how} ({', '.join(parts)}, up to {spec.max_position} tokens)"
@@ -178,7 +182,7 @@ class ModelSupport:
             found |= {"architecture": spec.architecture, "layers": spec.num_layers, "max_model_len": spec.max_position}
             found["weights"] = self.source.weights_text or None
             vectors = 1 if spec.latent_dim else 2
-            found["kv_numbers_per_token"] = vectors * spec.num_layers * spec.num_kv_heads * spec.head_dim
+            found["kv_numbers_per_token"] = vectors * spec.kv_layers * spec.num_kv_heads * spec.head_dim
             if isinstance(spec, ModelSpec) and spec.moe is not None:
                 found |= {"experts": spec.moe.num_experts, "experts_per_token": spec.moe.top_k}
         return {name: value for name, value in found.items() if value is not None}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import ConfigError
-from engine.models.layers import MLP, Target
+from engine.models.layers import MLP, Linear, Target
 from engine.models.spec import ModelSpec, MoeSpec, Shard
 from engine.models.spec.model import MXFP4_GROUP, Activation
 from engine.quantization.inputs import InputRounding
@@ -369,9 +369,7 @@ class Projection(NamedTuple):
     span: slice  # This rank's outputs of gate and up, its inputs of down.
 
 
-class _Spans(NamedTuple):
-    """The part of a layer's experts that a rank has."""
-
+class _Spans(NamedTuple):  # The part of a layer's experts that a rank has.
     experts: slice
     inner: slice  # Its part of the intermediate size of each expert.
     whole: int  # The intermediate size of the whole model.
@@ -386,7 +384,11 @@ class MoE(nn.Module):
     def __init__(self, spec: ModelSpec, moe: MoeSpec) -> None:
         super().__init__()
         self.router, self.experts = ExpertRouter(spec, moe), Experts(spec, moe)
-        self.shared = MLP(spec, "mlp.shared_experts", moe.shared_size) if moe.shared_size else None
+        name = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
+        self.shared = MLP(spec, name, moe.shared_size) if moe.shared_size else None
+        self.shared_gate = Linear(spec.hidden_size, {f"{name}_gate": 1}, bias=False) if moe.shared_gate else None
+        if self.shared_gate is not None:
+            self.shared_gate.plain = True
 
 
 def route(x: Tensor, router: ExpertRouter) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kv.kv_pool import LayerKV
+from engine.kv.state_pool import LayerState
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import place, product
+from engine.models.gated_delta.layer import DeltaProjections, GatedDelta
+from engine.models.gated_delta.rule import gated_delta_torch
 from engine.models.layers import Attention, Embedding, LatentAttention, Linear, LinearSlice, RMSNorm
 from engine.models.moe import MoE, grouped_experts, route
 from engine.models.spec import RopeSpec
@@ -44,6 +47,9 @@ class LatentProjections(NamedTuple):
 LatentAttentionFn = Callable[[LatentProjections, LatentAttention, LayerKV], Tensor]
 #: The write of one layer's latents: like `WriteKVFn`, with latents [T, rank + rope_dim].
 WriteLatentFn = Callable[[Tensor, LatentAttention, LayerKV], None]
+
+#: One gated delta layer: (projections, parameters, states) to [T, value_heads * value_dim]. Advances the states.
+GatedDeltaFn = Callable[[DeltaProjections, GatedDelta, LayerState], Tensor]
 
 
 class TorchOps:
@@ -130,6 +136,20 @@ class TorchOps:
             query = self.norm_linear(self.norm_linear(x, norm, attention.q_down), attention.q_norm, attention.q)
         return LatentProjections(query, self.norm_linear(x, norm, attention.kv_down))
 
+    def delta_projections(self, x: Tensor, norm: RMSNorm, layer: GatedDelta) -> DeltaProjections:
+        """Computes the inputs of a gated delta layer from x [T, hidden]."""
+        return DeltaProjections(self.norm_linear(x, norm, layer.mixed), self.norm_linear(x, norm, layer.gates))
+
+    def gated_delta_for(self, context: ForwardContext) -> GatedDeltaFn:
+        """Prepares the gated delta layers of one step."""
+        assert context.states is not None
+        rows = context.states.rows
+        return lambda projected, layer, state: gated_delta_torch(projected, layer, state, rows)
+
+    def gate(self, attended: Tensor, gate: Tensor) -> Tensor:
+        """Returns results of attention times sigmoid(gate), [T, heads * D] each. Overwrites `attended`."""
+        return attended.mul_(gate.sigmoid())
+
     def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention, int], tuple[Tensor, Tensor]]:
         """Returns rotate(qkv, attention, heads), which normalises and rotates qkv in place.
 
@@ -190,7 +210,10 @@ class TorchOps:
         part = grouped_experts(normed, *route(normed, moe.router), moe.experts)
         if moe.shared is not None:
             gate, up = product(normed, moe.shared.gate_up).chunk(2, dim=-1)
-            part.add_(product(F.silu(gate).mul_(up), moe.shared.down), alpha=moe.shared.down.multiplier)
+            shared = product(F.silu(gate).mul_(up), moe.shared.down)
+            if moe.shared_gate is not None:
+                shared.mul_(product(normed, moe.shared_gate).sigmoid())
+            part.add_(shared, alpha=moe.shared.down.multiplier)
         if self._all_reduce is not None:
             self._all_reduce(part)
         return x.add_(part)
@@ -254,6 +277,8 @@ def rms_norm_torch(x: Tensor, norm: RMSNorm) -> Tensor:
     """Returns the RMSNorm over the last dimension, computed in float32."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+    if norm.weight.dtype == torch.float32:
+        return F.rms_norm(x.float(), norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
     return norm.weight * F.rms_norm(x.float(), norm.weight.shape, None, norm.eps).to(x.dtype)
 
 

@@ -29,10 +29,12 @@ from common.model.directory import directory_name
 from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
+from engine.models.gated_delta.layer import DeltaRule
 from engine.models.layers import Embedding, Linear, RMSNorm, Sinks, Target
 from engine.models.moe import ExpertRouter, Experts
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
 from engine.models.spec.model import MXFP4_GROUP
+from engine.models.spec.text_tower import UNUSED_TENSORS, TextTensors
 from engine.progress import Progress, progress
 from engine.quantization.at_load import quantize
 from engine.quantization.checkpoint import LayerReader
@@ -59,12 +61,13 @@ def checkpoint_targets(root: nn.Module, prefix: str = "", shard: Shard = UNSHARD
                     continue  # `_load_quantized` reads it
                 parts = torch.split(parameter, list(module.parts.values()))
                 for name, part in zip(module.parts, parts, strict=True):
-                    target = Target(part, _split_dim(module, kind), module.orders.get(name))
+                    shift = module.shift if isinstance(module, RMSNorm) else 0.0
+                    target = Target(part, _split_dim(module, kind), module.orders.get(name), shift=shift)
                     targets[f"{prefix}{name}.{kind}"] = target._replace(copies=module.copies.get(name, 1))
         elif isinstance(module, Sinks):
             (name,) = module.parts
             targets[f"{prefix}{name}"] = Target(module.weight, module.split)
-        elif isinstance(module, Experts | ExpertRouter):
+        elif isinstance(module, Experts | ExpertRouter | DeltaRule):
             found = module.targets(shard) if isinstance(module, Experts) else module.targets()
             for name, target in found:
                 replaces = frozenset(prefix + replaced for replaced in target.replaces)
@@ -95,6 +98,7 @@ def load_weights(
     targets = _decoder_targets(model, shard)
     missing = {name for name, target in targets.items() if target.tensor is not None and not target.replaces}
     unused = tuple(f"model.layers.{spec.num_layers + index}." for index in range(spec.extra_layers))
+    unused += UNUSED_TENSORS if spec.states is not None else ()
     others = {  # quantised experts of other ranks
         prefix + name
         for prefix, experts in model.experts()
@@ -107,7 +111,7 @@ def load_weights(
     device = model.embedding.weight.device
     with progress(f"loading {directory_name(model_dir)}", total / 1e9, "GB") as loaded:
         read = set() if quantization is None else _load_quantized(model, model_dir, shard, loaded)
-        for file, name in _tensors(model_dir, device):
+        for file, name in _tensors(model_dir, device, text_part=spec.states is not None):
             # With tied embeddings a checkpoint has either name, or both.
             key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
             target = targets.get(key)
@@ -128,7 +132,7 @@ def load_weights(
                 tie = f"; tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ" if key == EMBEDDING else ""
                 raise ConfigError(f"the checkpoint has {key} twice, with different numbers{tie}")
     if skipped:
-        _log.info("%d tensors are for multi-token prediction, which is not supported: they are not used", skipped)
+        _log.info("%d tensors for multi-token prediction or images are not used: neither is supported", skipped)
     if missing:
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, for example {min(missing)}")
 
@@ -151,7 +155,8 @@ def _is_unused(file: Any, name: str, shard: Shard, quantization: Quantization | 
 
 def _load_quantized(model: Decoder, model_dir: Path, shard: Shard, loaded: Progress) -> set[str]:
     """Reads the weights of the layers that have a scheme. Returns the names of the tensors that they consist of."""
-    with _OpenFiles(model_dir, model.embedding.weight.device, loaded) as files:
+    text_part = model.spec.states is not None
+    with _OpenFiles(model_dir, model.embedding.weight.device, loaded, text_part=text_part) as files:
         for prefix, linear in model.linears():
             if linear.scheme is None:
                 continue
@@ -212,7 +217,8 @@ def _read(file: Any, name: str, target: Target, shard: Shard) -> Tensor:
         problem = "the quantization config does not name this layer" if tensor.dtype in _QUANTIZED else "unsupported"
         names = "uint8" if len(wanted) == 1 else "float32, bfloat16 or float16"
         raise ConfigError(f"{name} has dtype {dtype}: {problem}; expected {names}")
-    return tensor if target.order is None else tensor[target.order.to(tensor.device)]
+    tensor = tensor if target.order is None else tensor[target.order.to(tensor.device)]
+    return tensor.float() + target.shift if target.shift else tensor
 
 
 def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
@@ -390,18 +396,22 @@ def only_pickled(model_dir: Path) -> bool:
     return pickled
 
 
-def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[Any, str]]:
-    """Yields (open file, name) of every tensor. Tensors are read to the device."""
+def _tensors(model_dir: Path, device: torch.device, *, text_part: bool) -> Iterator[tuple[Any, str]]:
+    """Yields (open file, name) of every tensor. Tensors are read to the device. text_part: see `_open`."""
     for path in _files(model_dir):
-        with _open(path, device) as file:
+        with _open(path, device, text_part=text_part) as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield file, name
 
 
-def _open(path: Path, device: torch.device) -> Any:
-    """Opens a file of a checkpoint; its tensors are read to the device. Raises ConfigError."""
+def _open(path: Path, device: torch.device, *, text_part: bool) -> Any:
+    """Opens a file of a checkpoint; its tensors are read to the device. Raises ConfigError.
+
+    text_part: the checkpoint may be that of a multimodal model (`TextTensors`).
+    """
     try:
-        return _Pickled(path, device) if path.suffix == ".bin" else safe_open(path, "pt", device=str(device))
+        file = _Pickled(path, device) if path.suffix == ".bin" else safe_open(path, "pt", device=str(device))
+        return TextTensors(file) if text_part else file
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as safetensors: {describe(error)}", field="model") from error
 
@@ -409,14 +419,15 @@ def _open(path: Path, device: torch.device) -> Any:
 class _OpenFiles:
     """All tensors of a checkpoint by name (`engine.quantization.checkpoint.TensorFiles`)."""
 
-    def __init__(self, model_dir: Path, device: torch.device, loaded: Progress) -> None:
+    def __init__(self, model_dir: Path, device: torch.device, loaded: Progress, *, text_part: bool) -> None:
         self.read_names: set[str] = set()
+        self._text_part = text_part
         self._paths, self._device, self._loaded = _files(model_dir), device, loaded
         self._opened, self._files = ExitStack(), dict[str, list[Any]]()
 
     def __enter__(self) -> Self:
         for path in self._paths:
-            file = self._opened.enter_context(_open(path, self._device))
+            file = self._opened.enter_context(_open(path, self._device, text_part=self._text_part))
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 self._files.setdefault(name, []).append(file)
         return self

@@ -29,6 +29,7 @@ from common.errors import BatonError, InternalError, InvalidRequest
 from common.types import MAX_N, FinishReason
 from engine.kv.blocks import BlockCopy, BlockPool, Lease
 from engine.kv.eviction import Retention
+from engine.kv.state_blocks import Snapshot
 from engine.schedule.chunks import ChunkPolicy
 from engine.schedule.limits import SchedulerConfig
 from engine.schedule.outputs import SchedulerStats
@@ -53,6 +54,8 @@ class ScheduledSequence(NamedTuple):
     drafts: tuple[int, ...] = ()  # Guesses of the tokens after the newest one; the last of the `num_new` tokens
     draft_probs: Tensor | None = None  # See DraftTokens.probs
     block_copies: tuple[BlockCopy, ...] = ()  # Copies to make before anything of the step is written
+    state_copies: tuple[BlockCopy, ...] = ()  # The same between slots of recurrent states
+    snapshots: tuple[Snapshot, ...] = ()  # Copies of its recurrent state to make, ascending
 
 
 def _priority_key(seq: Sequence) -> tuple[int, int, int]:
@@ -105,20 +108,15 @@ class Scheduler:
                 f"{prompt_len} prompt tokens and {max_len - prompt_len} new ones exceed a context of {limit} tokens",
                 field="max_tokens",
             )
+        never_fit = f"never fit in {num_blocks} blocks of {block_size} tokens"
         if self._pool.pages_for(max_len - 1) > num_blocks:
-            raise InvalidRequest(
-                f"{max_len} tokens never fit in {num_blocks} blocks of {block_size} tokens",
-                field="prompt" if self._pool.pages_for(prompt_len) > num_blocks else "max_tokens",
-            )
+            field = "prompt" if self._pool.pages_for(prompt_len) > num_blocks else "max_tokens"
+            raise InvalidRequest(f"{max_len} tokens {never_fit}", field=field)
         if not 1 <= seq.request.sampling.n <= MAX_N:
             raise InvalidRequest(f"n is {seq.request.sampling.n}; it must be from 1 to {MAX_N}", field="n")
         forked_pages = _num_future_forks(seq) * self._pool.pages_per_block
         if self._pool.pages_for(prompt_len) + forked_pages > num_blocks:
-            raise InvalidRequest(
-                f"{seq.num_samples} sequences of {prompt_len} prompt tokens never fit in {num_blocks} blocks of "
-                f"{block_size} tokens",
-                field="n",
-            )
+            raise InvalidRequest(f"{seq.num_samples} sequences of {prompt_len} prompt tokens {never_fit}", field="n")
         if seq.child in self._by_request.get(seq.request_id, ()):
             raise InvalidRequest(f"request {seq.request_id} is already in the engine", field="request_id")
         if seq.lease is not None and seq.allocated < prompt_len:
@@ -132,6 +130,8 @@ class Scheduler:
         assert seq.lease is not None
         other.lease = seq.lease.fork(self._num_blocks(seq.prompt_len))
         other.computed = seq.prompt_len
+        if not other.lease.is_complete:
+            other.preempt()
         self._enqueue(other)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:

@@ -126,6 +126,7 @@ class Stepper(Generic[L]):
         assign_adapters: Callable[[abc.Sequence[Sequence], abc.Sequence[Sequence]], None]
         | None = None,  # Of AdapterSlots
         draft_model_lags: bool = False,  # Steps without drafts compute no KV of the draft model for the decodes
+        plan_states: Callable[[list[ScheduledSequence]], list[ScheduledSequence]] | None = None,  # See states.py
     ) -> None:
         self.counters = EngineCounters()
         self.speculator = speculator
@@ -133,7 +134,7 @@ class Stepper(Generic[L]):
         self.under_way: tuple[list[ScheduledSequence], ...] = ()
         self._scheduler, self._pool, self._runner = scheduler, pool, runner
         self._max_model_len, self._overlap, self._draft_model_lags = max_model_len, overlap, draft_model_lags
-        self._assign_adapters = assign_adapters
+        self._assign_adapters, self._plan_states = assign_adapters, plan_states
         self._in_flight: InFlightStep[L] | None = None
         self._launches_late = False  # The step that is launched next comes after a result, because of drafts
         self._ended_at = 0.0
@@ -189,6 +190,8 @@ class Stepper(Generic[L]):
             if self.speculator is not None and current is None:
                 drafts = self.speculator.draft(self._scheduler.draft_candidates())
             scheduled = self._scheduler.schedule(drafts)
+            if self._plan_states is not None:
+                scheduled = self._plan_states(scheduled)
         except Exception as error:
             failed = self._fail_all(error)
         failed += [self._fail(seq, error) for seq, error in self._scheduler.take_failed()]

@@ -32,6 +32,7 @@ from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.sequence import WindowTables
 from engine.speculation.acceptance import accepted_mask
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, StateLinks, TargetModel
+from engine.step.states import StateTable
 from engine.step.step_tensors import SlotTables, token_slots, uses_adapters
 
 
@@ -63,11 +64,13 @@ class DecodeStep:
         max_drafts: int = 0,  # Max drafts of a step. It bounds the number of sequences of a step with drafts
         draft_model: DraftModel | None = None,  # An EAGLE head's layers are in each step, a lagging model's in none
         adapters: AdapterSlots | None = None,
+        states: StateTable | None = None,
     ) -> None:
         assert 0 <= max_seq_drafts < DECODE_TOKENS
         assert max_seq_drafts <= max_drafts
         self.max_rows = max_rows
         self._model, self._cache, self._backend, self._sampler = model, cache, backend, sampler
+        self._states = states
         self._slot_tables, self._last_tokens = slot_tables.groups, last_tokens
         self._draft, self._target = draft_model, TargetModel(model, cache, backend)
         self._block_size, self._device = cache[0].block_size, last_tokens.device
@@ -148,6 +151,8 @@ class DecodeStep:
             blocks = slot_tables.tables.blocks[slots[:, None], touched]
             packed[:count, first : first + touched.shape[1]] = blocks
         self._send(packed)
+        if self._states is not None:
+            self._states.stage(scheduled)
         bucket = DecodeBucket(rows, query, self._adapters is not None and uses_adapters(scheduled))
         if self._adapters is not None and bucket.adapted:
             self._adapters.stage(token_slots(scheduled), rows * query)
@@ -214,7 +219,8 @@ class DecodeStep:
     ) -> tuple[Tensor, Tensor | None]:
         """Returns hidden states of all tokens, and their states for an EAGLE head, if there is one."""
         if self._draft is None or self._draft.lags:
-            context = ForwardContext(self._cache, self._backend, metadata, adapters=adapters)
+            states = None if self._states is None else self._states.of_graph(inputs.row_slots)
+            context = ForwardContext(self._cache, self._backend, metadata, adapters=adapters, states=states)
             return self._model.forward(inputs.tokens, inputs.positions, context), None
         # A padding row has no tokens. Its "first token" is a padding token, and the state of that is not used.
         firsts = inputs.cu_q[:-1].long()

@@ -29,6 +29,7 @@ from engine.attention.grouped import GroupedAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.device import upload
 from engine.kv.kv_pool import KVPool
+from engine.kv.state_pool import StatePool, StepStates
 from engine.models.base import ForwardContext, LayerHook, Model
 from engine.sampling.sampler import token_logprobs
 from engine.schedule.scheduler import ScheduledSequence
@@ -36,6 +37,7 @@ from engine.schedule.sequence import BlockTables
 from engine.schedule.stepper import LaunchCallback, RunnerOutput
 from engine.speculation.draft_loop import DraftGraphs, DraftLoop
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, TargetModel, state_links_of, store_step_states
+from engine.step.states import StateTable
 from engine.step.step_sampler import StepSampler, mask_unknown
 from engine.step.step_tensors import (
     LaunchedStep,
@@ -88,6 +90,7 @@ class ModelRunner:
         rejection: bool = False,  # Accept drafts by rejection sampling
         draft_model: DraftModel | None = None,  # A draft model with its KV in the same pool
         adapters: AdapterSlots | None = None,  # None: no sequence has one
+        states: StatePool | None = None,  # The recurrent states; None: the model has none. Then no `PromptStep` is made
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache, self._device = kv.layers(), kv.data.device
@@ -98,6 +101,7 @@ class ModelRunner:
             sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection
         )
         self._adapters = adapters
+        self._states = None if states is None else StateTable(states, max_seqs, fused=model.capturable)
         self._last_bucket: DecodeBucket | None = None  # Bucket of the last launched step, if that was a DecodeStep
         self._max_seq_drafts, self._draft = max_seq_drafts, draft_model
         self._target_model = TargetModel(model, self._cache, backend)
@@ -122,21 +126,23 @@ class ModelRunner:
                 max_drafts=max_drafts,
                 draft_model=draft_model,
                 adapters=adapters,
+                states=self._states,
             )
-            self.prompt_step = PromptStep(
-                model,
-                kv,
-                backend,
-                sampler,
-                slot_tables,
-                self._last_tokens,
-                max_rows=max_seqs,
-                max_step_tokens=max_step_tokens,
-                max_seq_drafts=max_seq_drafts,
-                max_drafts=max_drafts,
-                draft_model=draft_model,
-                adapters=adapters,
-            )
+            if states is None:  # the rows of gated delta layers are listed on the host
+                self.prompt_step = PromptStep(
+                    model,
+                    kv,
+                    backend,
+                    sampler,
+                    slot_tables,
+                    self._last_tokens,
+                    max_rows=max_seqs,
+                    max_step_tokens=max_step_tokens,
+                    max_seq_drafts=max_seq_drafts,
+                    max_drafts=max_drafts,
+                    draft_model=draft_model,
+                    adapters=adapters,
+                )
         self.draft_loop: DraftLoop | None = None
         self.draft_graphs: DraftGraphs | None = None
         if draft_model is not None:
@@ -180,6 +186,8 @@ class ModelRunner:
 
         Drafts, log-probabilities of a prompt and embeddings are sampled operation by operation.
         """
+        if self._states is not None:
+            self._states.copy_before(scheduled)
         self._sampling.stage([entry.seq for entry in scheduled if entry.samples])
         self._kv.copy([copy for entry in scheduled for copy in entry.block_copies])
         self._zero_new_blocks(scheduled)
@@ -189,6 +197,8 @@ class ModelRunner:
             step = self._launch_decode(self.decode_step, scheduled)
         else:
             step = self._launch_prompts(scheduled, is_plain, on_layer)
+        if self._states is not None:
+            self._states.copy_after(scheduled)
         if any(mask_unknown(scheduled[index].seq) for index in step.deferred):
             return step
         return self.sample_deferred(step)
@@ -241,7 +251,9 @@ class ModelRunner:
         # With adapters the step runs a second time, with slot 0 for all tokens. Its results are not used.
         for slots in (None,) if self._adapters is None else (None, tokens):
             adapters = self._step_adapters(slots, None if all_tokens else last)
-            hidden, _ = self._forward(shape, ids, positions, None if all_tokens else logits_indices, adapters=adapters)
+            states = None if self._states is None else self._states.of_dummies(shape.num_new)
+            requested = None if all_tokens else logits_indices
+            hidden, _ = self._forward(shape, ids, positions, requested, adapters=adapters, states=states)
             self._write_draft_kv(shape, ids, positions, list(range(len(rows))))
             logits = self._model.logits(hidden, self._adapter_rows(slots, last))
         self._sampling.warm_up(num_results, logits, last)
@@ -286,7 +298,10 @@ class ModelRunner:
             rows = None if all_tokens else inputs.hidden_indices
             adapters = None if rows is None else plan.hidden_indices
             step_adapters = self._step_adapters(plan.adapter_slots, adapters)
-            hidden, states = self._forward(plan.shape, inputs.ids, inputs.positions, rows, on_layer, step_adapters)
+            recurrent = None if self._states is None else self._states.of_step(scheduled)
+            hidden, states = self._forward(
+                plan.shape, inputs.ids, inputs.positions, rows, on_layer, step_adapters, recurrent
+            )
             self._write_draft_kv(plan.shape, inputs.ids, inputs.positions, plan.prefill_rows)
             return self._sample(scheduled, plan, inputs, hidden, states)
         prompt_step.stage(plan, bucket)
@@ -346,6 +361,7 @@ class ModelRunner:
         rows: Tensor | None,
         on_layer: LaunchCallback | None = None,
         adapters: StepAdapters | None = None,
+        states: StepStates | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layers; calls `on_layer` before each one.
 
@@ -354,7 +370,7 @@ class ModelRunner:
         metadata = self._backend.prepare(shape)
         if self._draft is None or self._draft.lags:
             hook: LayerHook | None = None if on_layer is None else lambda _layer, _stream: on_layer()
-            context = ForwardContext(self._cache, self._backend, metadata, hook, adapters)
+            context = ForwardContext(self._cache, self._backend, metadata, hook, adapters, states)
             return self._model.forward(ids, positions, context, rows), None
         links = state_links_of(shape, self._kv)
         return self._draft.forward_with_target(

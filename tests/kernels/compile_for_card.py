@@ -37,12 +37,17 @@ from engine.kernels.experts import vector as experts_vector
 from engine.kernels.experts import weight as experts_weight
 from engine.kernels.fixed_order import attention as fixed_order_attention
 from engine.kernels.fixed_order.gemm import fixed_order_gemm
+from engine.kernels.gated_delta.chunks import FLOAT32_SHARED_BYTES
+from engine.kernels.gated_delta.layer import gated_delta
+from engine.kernels.gated_delta.rows import DeviceRows, device_rows
 from engine.kernels.latent import attention as latent_attention
 from engine.kernels.latent.write import latent_write
 from engine.kernels.quantized import activations, choice, dequantize, linear
 from engine.kernels.quantized.device_weight import DeviceWeight, prepare
 from engine.kernels.quantized.product import Tile
 from engine.kv.kv_pool import LayerKV
+from engine.kv.state_blocks import Snapshot
+from engine.kv.state_pool import LayerState, StateRow
 from engine.quantization.weight import QuantizedWeight
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampleRow
@@ -314,6 +319,23 @@ def adapter_products() -> None:
         adapters.gather_states(torch.zeros(rows, dtype=torch.int64), weights, 3, order, tiles, tile=tile)
 
 
+def gated_delta_layers() -> None:
+    """A layer of Qwen3.5-35B-A3B: rows of one token, and rows in chunks with a snapshot."""
+    heads, key_heads, dim, taps = 32, 16, 128, 4
+    channels = 2 * key_heads * dim + heads * dim
+    rows = [StateRow(1, 0), StateRow(1, 1), StateRow(100, 2, (Snapshot(64, 3),))]
+    dtypes = [torch.float32] if card.shared_bytes(CPU) >= FLOAT32_SHARED_BYTES else []  # others are refused
+    for dtype in (*dtypes, torch.bfloat16):
+        state = LayerState(torch.zeros(4, heads, dim, dim), torch.zeros(4, taps - 1, channels, dtype=dtype))
+        inputs = half(102, channels + heads * dim).to(dtype), half(102, 2 * heads).to(dtype)
+        rule: dict[str, Any] = {"decay_log": torch.zeros(heads), "decay_bias": torch.zeros(heads)}
+        rule |= {"conv": half(channels, taps).to(dtype), "norm": half(dim).to(dtype), "eps": 1e-6}
+        gated_delta(*inputs, state, device_rows(rows, CPU), **rule, key_heads=key_heads)
+    # In a CUDA graph the slots are 64-bit numbers.
+    graph = DeviceRows(torch.zeros(102, dtype=torch.int64))
+    gated_delta(*inputs, state, graph, **rule, key_heads=key_heads)
+
+
 def tiles_by_descriptor() -> None:
     """Compiles the kernels that read tiles by TMA descriptors."""
     q, keys = half(256, HEADS, DIM), half(512, KV_HEADS, DIM)
@@ -333,6 +355,7 @@ def main() -> None:
     inputs()
     samples()
     latents()
+    gated_delta_layers()
     experts(native=capability >= 89)
     adapter_products()
     part = torch.zeros(64, HEADS, DIM)

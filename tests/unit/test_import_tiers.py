@@ -95,6 +95,7 @@ ROOMS = {
         "schedule",
         "speculation",
         "step",
+        "hybrid",
         "engine",
         "loop",
         "llm",

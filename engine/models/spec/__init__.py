@@ -2,7 +2,7 @@
 
 from engine.models.spec.families import ARCHITECTURES
 from engine.models.spec.fields import NotNative, read_json
-from engine.models.spec.model import LatentModelSpec, LatentSpec, ModelSpec, MoeSpec
+from engine.models.spec.model import GatedDeltaSpec, HybridModelSpec, LatentModelSpec, LatentSpec, ModelSpec, MoeSpec
 from engine.models.spec.parse import eos_token_ids, parse_spec, read_config
 from engine.models.spec.rope import RopeSpec
 from engine.models.spec.shard import UNSHARDED, Shard, shard_error
@@ -10,6 +10,8 @@ from engine.models.spec.shard import UNSHARDED, Shard, shard_error
 __all__ = [
     "ARCHITECTURES",
     "UNSHARDED",
+    "GatedDeltaSpec",
+    "HybridModelSpec",
     "LatentModelSpec",
     "LatentSpec",
     "ModelSpec",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from common.errors import ConfigError
 from engine.models.spec.fields import NotNative, flag, integer, number, uses_mxfp4
-from engine.models.spec.model import MXFP4_GROUP, LatentSpec, MoeSpec
+from engine.models.spec.model import MXFP4_GROUP, GatedDeltaSpec, LatentSpec, MoeSpec
 from engine.models.spec.rope import RopeDefaults
 
 MAX_EXPERTS = 1 << 12  #: Far above every model; loading makes a list of all experts.
@@ -76,13 +76,17 @@ def _window(config: Config, default: int | None) -> int | None:
 
 
 def _qwen3_moe(config: Config, layers: int) -> MoeSpec:
+    size = integer(config, "moe_intermediate_size", 768)
+    sparse = _sparse_layers(config, layers)
+    return _moe(config, sparse, 128, 8, expert_size=size, normalize=flag(config, "norm_topk_prob"))
+
+
+def _sparse_layers(config: Config, layers: int) -> tuple[bool, ...]:
     step = integer(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ConfigError(f"config.json: mlp_only_layers is {dense!r}, a list is needed", field="model")
-    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
-    size = integer(config, "moe_intermediate_size", 768)
-    return _moe(config, sparse, 128, 8, expert_size=size, normalize=flag(config, "norm_topk_prob"))
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
 def _mixtral(config: Config, layers: int) -> MoeSpec:
@@ -185,6 +189,53 @@ def _granite_moe(config: Config, layers: int) -> MoeSpec:
     return _moe(config, (True,) * layers, 8, 2)
 
 
+def _qwen3_next(config: Config, layers: int) -> MoeSpec:
+    sparse, normalize = _sparse_layers(config, layers), flag(config, "norm_topk_prob", True)
+    return _gated_shared_moe(config, sparse, 512, 10, normalize=normalize)
+
+
+def _qwen3_5_moe(config: Config, layers: int) -> MoeSpec:
+    return _gated_shared_moe(config, (True,) * layers, 256, 8)
+
+
+def _gated_shared_moe(config: Config, layers: tuple[bool, ...], experts: int, top_k: int, **rest: Any) -> MoeSpec:
+    size, shared = (integer(config, f"{kind}_intermediate_size", 512) for kind in ("moe", "shared_expert"))
+    return _moe(config, layers, experts, top_k, expert_size=size, shared_size=shared, shared_gate=True, **rest)
+
+
+def _gated_delta(config: Config, layers: int, *, grouped: bool = False) -> GatedDeltaSpec:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        step = integer(config, "full_attention_interval", 4)
+        kinds = ["full_attention" if (i + 1) % step == 0 else "linear_attention" for i in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        problem = f"layer_types is {kinds!r}, a list of num_hidden_layers ({layers}) kinds is needed"
+        raise ConfigError(f"config.json: {problem}", field="model")
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "linear_attention")]
+    if unknown:
+        raise NotNative(f"layer_types has {unknown[0]!r}, which is not supported")
+    if "full_attention" not in kinds:
+        raise NotNative("a model without a layer of full_attention is not supported")
+    key_heads = integer(config, "linear_num_key_heads", 16)
+    value_heads = integer(config, "linear_num_value_heads", 32)
+    if value_heads % key_heads:
+        problem = f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
+        raise ConfigError(f"config.json: {problem}", field="model")
+    return GatedDeltaSpec(
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=integer(config, "linear_key_head_dim", 128),
+        value_dim=integer(config, "linear_value_head_dim", 128),
+        taps=integer(config, "linear_conv_kernel_dim", 4, least=2),
+        grouped=grouped,
+    )
+
+
+def _grouped_gated_delta(config: Config, layers: int) -> GatedDeltaSpec:
+    return _gated_delta(config, layers, grouped=True)
+
+
 def _gpt_oss(config: Config, layers: int) -> MoeSpec:
     if (number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
         raise NotNative("swiglu_alpha other than 1.702 and swiglu_limit other than 7 are not supported")
@@ -242,6 +293,7 @@ class ModelFamily:
     rope: RopeDefaults = _USUAL_ROPE
     moe: Callable[[Config, int], MoeSpec] | None = None  # Its experts by config.json and number of layers.
     latent: Callable[[Config], LatentSpec] | None = None  # Its multi-head latent attention by config.json.
+    delta: Callable[[Config, int], GatedDeltaSpec] | None = None  # Its gated delta layers, like `moe`.
     sinks: bool = False
     multipliers: bool = False  # config.json has multipliers of embedding, attention, residual stream and logits.
     extra_layers: str | None = None  # Field with the number of layers for multi-token prediction.
@@ -256,6 +308,7 @@ _GPT_OSS_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+_HYBRID_ROPE = RopeDefaults(partial=0.25)
 FAMILIES = {
     "LlamaForCausalLM": ModelFamily(mlp_bias="mlp_bias"),
     "MistralForCausalLM": ModelFamily(qkv_bias="none", out_bias="none", windows=_mistral_windows),
@@ -279,6 +332,13 @@ FAMILIES = {
         rope=RopeDefaults(partial=0.5),
         moe=_glm4_moe,
         extra_layers="num_nextn_predict_layers",
+    ),
+    "Qwen3NextForCausalLM": ModelFamily(
+        qk_norm="head", head_dim=256, rope=_HYBRID_ROPE, moe=_qwen3_next, delta=_grouped_gated_delta
+    ),
+    "Qwen3_5ForCausalLM": ModelFamily(qk_norm="head", head_dim=256, rope=_HYBRID_ROPE, delta=_gated_delta),
+    "Qwen3_5MoeForCausalLM": ModelFamily(
+        qk_norm="head", head_dim=256, rope=_HYBRID_ROPE, moe=_qwen3_5_moe, delta=_gated_delta
     ),
     "DeepseekV2ForCausalLM": ModelFamily(moe=_deepseek_v2, latent=_latent_v2),
     "DeepseekV3ForCausalLM": ModelFamily(moe=_deepseek_v3, latent=_latent_v3, extra_layers="num_nextn_predict_layers"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.kv.state_pool import StateShape
 from engine.models.base import ModelShape
 from engine.models.spec.rope import RopeSpec
 
@@ -35,6 +36,8 @@ class MoeSpec:
     router_bias: bool = False  # The router's logits have a bias.
     correction: bool = False  # A bias of each expert takes part in the choice, but not in the weights.
     shared_size: int = 0  # Intermediate size of the expert that sees every token, on this rank; 0: there is none.
+    #: The shared expert's result is multiplied with a sigmoid. Not in the repr, like `group_best`.
+    shared_gate: bool = field(default=False, repr=False)
     activation: Activation = "silu"
     gate_up_bias: bool = False
     down_bias: bool = False  # On one rank only if ranks split an expert, because their partial sums are added.
@@ -68,6 +71,16 @@ class ModelSpec(ModelShape):
     def rope_dim(self) -> int:
         """Dimensions of a head that the rope tables cover."""
         return self.head_dim
+
+    @property
+    def output_gate(self) -> bool:
+        """Whether the results of attention are multiplied with a sigmoid of a projection of the states."""
+        return False
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether the checkpoint has the weights of norms minus one, and they need float32."""
+        return False
 
     @property
     def query_size(self) -> int:
@@ -111,3 +124,56 @@ class LatentModelSpec(ModelSpec):
     @property
     def rope_dim(self) -> int:
         return self.latent.rope_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaSpec:
+    """The layers of gated delta networks (Yang et al., 2024, arXiv 2412.06464) of a hybrid model.
+
+    Queries and keys have `key_heads` heads; each of them serves value_heads / key_heads value heads.
+    """
+
+    layers: tuple[bool, ...]  # Whether a layer is a gated delta layer; the others have attention.
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int  # Tokens that the convolution before the rule sees.
+    #: The checkpoint has queries, keys, values and output gates of a key head side by side, in one projection.
+    grouped: bool
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token's queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridModelSpec(ModelSpec):
+    """A decoder with gated delta layers and attention layers, which have output gates. Norms are zero-centred."""
+
+    delta: GatedDeltaSpec
+
+    @property
+    def kv_layers(self) -> int:
+        return self.num_layers - sum(self.delta.layers)
+
+    @property
+    def states(self) -> StateShape:
+        delta = self.delta
+        return StateShape(
+            layers=sum(delta.layers),
+            heads=delta.value_heads,
+            value_dim=delta.value_dim,
+            key_dim=delta.key_dim,
+            channels=delta.channels,
+            taps=delta.taps,
+        )
+
+    @property
+    def output_gate(self) -> bool:
+        return True
+
+    @property
+    def zero_centred(self) -> bool:
+        return True

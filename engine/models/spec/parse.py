@@ -14,15 +14,19 @@ from common.model.directory import decoder_architecture
 from common.model.generation import eos_ids_of
 from engine.models.spec.families import ARCHITECTURES, FAMILIES, Bias
 from engine.models.spec.fields import NotNative, flag, integer, number, read_json, uses_mxfp4
-from engine.models.spec.model import LatentModelSpec, ModelSpec
+from engine.models.spec.model import HybridModelSpec, LatentModelSpec, ModelSpec
 from engine.models.spec.rope import parse_rope, yarn_magnitude
+from engine.models.spec.text_tower import text_config
 
 MAX_LAYERS = 1 << 14  #: Far above every model; a spec holds a window for each layer.
 
 
 def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads config.json and generation_config.json ({} if it is missing). Raises ConfigError like `read_json`."""
-    config = read_json(model_dir / "config.json", required=True)
+    """Reads config.json, of a multimodal model its text part, and generation_config.json ({} if it is missing).
+
+    Raises ConfigError like `read_json`.
+    """
+    config = text_config(read_json(model_dir / "config.json", required=True))
     return config, read_json(model_dir / "generation_config.json", required=False)
 
 
@@ -68,12 +72,17 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     scale = multiplier("attention_multiplier") if family.multipliers else None
     if latent is not None:
         scale = (latent.key_dim + latent.rope_dim) ** -0.5 * yarn_magnitude(rope) ** 2
+    delta = None if family.delta is None else family.delta(config, layers)
+    kv_layers = layers if delta is None else layers - sum(delta.layers)
+    moe = None if family.moe is None else family.moe(config, layers)
+    # Without MLPs a config.json may lack their size.
+    inner = None if delta is None or moe is None or not all(moe.layers) else moe.expert_size
     qk_norm = family.qk_norm if family.qk_norm_field is None or flag(config, family.qk_norm_field) else None
     fields = dict[str, Any](
         architecture=name,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=integer(config, "intermediate_size"),
+        intermediate_size=integer(config, "intermediate_size", inner),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -84,10 +93,10 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         mlp_bias=bias(family.mlp_bias),
         qk_norm=qk_norm,
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
-        windows=family.windows(config, layers),
+        windows=family.windows(config, kv_layers),
         scale=scale,
         rope=rope,
-        moe=None if family.moe is None else family.moe(config, layers),
+        moe=moe,
         sinks=family.sinks,
         embedding_multiplier=multiplier("embedding_multiplier"),
         residual_multiplier=multiplier("residual_multiplier"),
@@ -96,4 +105,6 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         max_position=rope.max_position(max_position),
         eos_token_ids=eos_token_ids(config, generation or {}),
     )
+    if delta is not None:
+        return HybridModelSpec(**fields, delta=delta)
     return ModelSpec(**fields) if latent is None else LatentModelSpec(**fields, latent=latent)

@@ -34,6 +34,8 @@ class Shard:
             return spec
         if not isinstance(spec, ModelSpec):
             raise shard_error(f"{spec.architecture} is computed by transformers, on one device only")
+        if spec.states is not None:
+            raise shard_error(f"the gated delta layers of {spec.architecture} are computed on one device only")
         # A latent belongs to all heads, so every rank has all latents.
         kv_heads, kv_copies = (spec.num_kv_heads, 1) if spec.latent_dim else self._kv_part(spec.num_kv_heads)
         names = {"num_heads": "num_attention_heads"}

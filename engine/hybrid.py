@@ -1,0 +1,66 @@
+"""Hybrid models in an engine: what they do not support yet, and the number of their recurrent states."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from common.errors import ConfigError
+from engine.config import DEFAULT_KV_MEMORY, EngineConfig
+from engine.device import format_bytes
+from engine.kv.state_pool import StatePool, StateShape
+from engine.models.base import ModelShape
+
+log = logging.getLogger(__name__)
+STATES_PER_SEQUENCE = 4  # Default: the live state, the newest two of an answer, and the end of a prompt
+MEMORY_SHARE = 3  # By default states take at most 1 / MEMORY_SHARE of the memory for KV and states
+
+
+def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
+    """Raises ConfigError for settings that a model with recurrent states does not support."""
+    if spec.states is None:
+        return
+    if not config.recurrent_states:
+        problem = f"{spec.architecture} has a recurrent state, and pods do not hand it over yet: use LLM in Python"
+        raise ConfigError(f"model: {problem}", field="model")
+    refused = {
+        "speculation": config.speculation != "none" and "a rejected draft would have to be taken out of the state",
+        "host_cache": config.host_cache > 0 and "host memory keeps blocks, and no states",
+        "max_adapters": config.max_adapters > 0 and "the layers with a state have no products with adapters",
+        "tensor_parallel_size": config.tensor_parallel_size > 1 and "the layers with a state are not split over ranks",
+    }
+    for field, reason in refused.items():
+        if reason:
+            problem = f"not supported for {spec.architecture}, which has a recurrent state: {reason}; leave it off"
+            raise ConfigError(f"{field}: {problem}", field=field)
+
+
+def _check_float32(device: torch.device) -> None:
+    """Raises ConfigError if the kernels for prompts do not fit this card in float32."""
+    from engine.kernels.card import shared_bytes
+    from engine.kernels.gated_delta.chunks import FLOAT32_SHARED_BYTES
+
+    if (size := shared_bytes(device)) < FLOAT32_SHARED_BYTES:
+        need = f"{FLOAT32_SHARED_BYTES} bytes of shared memory, this card has {size}: use bfloat16"
+        raise ConfigError(f"dtype: float32 with gated delta layers needs {need}", field="dtype")
+
+
+def make_states(
+    config: EngineConfig, shape: StateShape | None, device: torch.device, dtype: torch.dtype, max_seqs: int
+) -> StatePool | None:
+    """Allocates the recurrent states of an engine after the weights are loaded; None for a model without."""
+    if shape is None:
+        return None
+    if device.type == "cuda" and dtype == torch.float32:
+        _check_float32(device)
+    size = shape.slot_bytes(dtype)
+    count = config.num_states
+    if not count:
+        memory = config.kv_memory or DEFAULT_KV_MEMORY
+        if not config.kv_memory and device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            memory = max(0, free - int(total * (1 - config.gpu_memory_utilization)))
+        count = max(2, min(STATES_PER_SEQUENCE * max_seqs, memory // MEMORY_SHARE // size))
+    log.info("%d recurrent states, %s each", count, format_bytes(size))
+    return StatePool(shape, count, device, dtype)

@@ -1,0 +1,261 @@
+"""The block pool of a hybrid model: blocks as in any pool, and slots for recurrent states beside them.
+
+    blocks      | b0 | b1 | b2 | b3 | b4 | b5 | b6 |        the keys and values of the attention layers
+    snapshots             s1        s4             s7       the states after 2, 4 and 6 blocks, in slots 1, 4 and 7
+    live state                                      L       the state after the newest computed token
+
+A state is a function of all tokens before it, so a prefix of n blocks is *usable* only if there is a snapshot of the
+state after n blocks. The longest usable prefix is a hit. The prefix index announces the hashes of blocks: it is a hint,
+and the pod's own match decides.
+
+- A lease has one slot, the *live* state, from its first to its last step. It begins as a copy of the hit's snapshot, or
+  of the zero state. A fork gets a copy; without a free slot it has none, and the scheduler computes it again.
+- Snapshots are taken every `spacing` blocks, at the last boundary that the same prompt can match, where this prompt
+  missed a longer hit, and from the end of the prompt on at each boundary. The last kind is for the next turn of a
+  conversation; each of them makes the one before it the first to be evicted.
+- A snapshot is registered under the hash of the block before it, when this block is published. It is evicted with this
+  block, or alone when a slot is needed: the least recently used first. Live states are never evicted.
+
+Slots need no fence of a step: copies and steps use them in the order in which they are planned, on one stream.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from common.errors import InternalError
+from engine.kv.blocks import BlockCopy, BlockPool, Lease
+from engine.kv.eviction import Retention
+from engine.kv.host_tier import SavedPartialBlock
+
+NO_SLOT = -1
+
+
+class Snapshot(NamedTuple):
+    """A copy of a sequence's state that a step makes."""
+
+    length: int  # The state after this many tokens of the sequence.
+    slot: int  # The slot that the copy goes to.
+
+
+class StateSlots:
+    """Which slots are free, and which have a snapshot. The pool's lock guards it."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.free = list(range(num_slots - 1, -1, -1))
+        self.snapshots: OrderedDict[bytes, int] = OrderedDict()  # Slots by block hash; the next to evict first
+        self._matched: set[bytes] = set()  # Snapshots that a prompt has matched
+
+    def allocate(self, keep: bytes | None = None) -> int:
+        """Returns a slot, if need be that of another snapshot than `keep`; NO_SLOT if there is none."""
+        if self.free:
+            return self.free.pop()
+        for block_hash in self.snapshots:
+            if block_hash != keep:
+                self._matched.discard(block_hash)
+                return self.snapshots.pop(block_hash)
+        return NO_SLOT
+
+    def num_usable(self, hashes: Sequence[bytes]) -> int:
+        """Returns the largest usable number of first blocks. The blocks of all `hashes` are registered."""
+        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self.snapshots), 0)
+
+    def use(self, block_hash: bytes) -> int:
+        """Returns the slot of a snapshot that a prompt matches."""
+        self.snapshots.move_to_end(block_hash)
+        self._matched.add(block_hash)
+        return self.snapshots[block_hash]
+
+    def register(self, block_hash: bytes, slot: int) -> None:
+        """Makes a slot a snapshot; frees the slot if there is one of this hash."""
+        if block_hash in self.snapshots:
+            self.free.append(slot)
+        else:
+            self.snapshots[block_hash] = slot
+
+    def demote(self, block_hash: bytes) -> None:
+        """Makes a snapshot the first to be evicted, unless a prompt has matched it."""
+        if block_hash in self.snapshots and block_hash not in self._matched:
+            self.snapshots.move_to_end(block_hash, last=False)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Evicts the snapshots of evicted blocks."""
+        for block_hash in hashes:
+            if (slot := self.snapshots.pop(block_hash, None)) is not None:
+                self._matched.discard(block_hash)
+                self.free.append(slot)
+
+
+class StateBlockPool(BlockPool):
+    """A block pool with slots for states. It has no host tier."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, num_states: int, spacing: int, **options: Any) -> None:
+        """`spacing` is the number of blocks from one regular snapshot to the next; `options` are those of BlockPool."""
+        assert num_states > 0
+        assert spacing > 0
+        super().__init__(num_blocks, block_size, **options)
+        assert self.host_tier is None
+        self.spacing = spacing
+        self.slots = StateSlots(num_states)
+        self.zero_slot = num_states
+        #: Copies of states that the next step makes before it computes, in order.
+        self._copies: list[BlockCopy] = []
+        notify = self._on_evicted
+
+        def on_evicted(hashes: list[bytes]) -> None:
+            self.slots.forget(hashes)
+            notify(hashes)
+
+        self._on_evicted = on_evicted
+
+    def lease(
+        self,
+        hashes: Sequence[bytes],
+        total_blocks: int,
+        *,
+        keep_free: int = 0,
+        host: bool = False,
+        saved_partial: SavedPartialBlock | None = None,
+        retention: Retention | None = None,
+    ) -> StateLease | None:
+        """Leases total_blocks blocks and a live state: the longest usable prefix of `hashes`, then empty blocks."""
+        assert saved_partial is None, "a pool with states has no host tier"
+        with self.lock:
+            known = self._cache.match(hashes[:total_blocks])
+            count = self.slots.num_usable(hashes[: len(known)])
+            cached, need = known[:count], total_blocks - count
+            if not self._can_allocate(keep_free + need + self._cache.count_evictable(cached)):
+                return None
+            slot = self.slots.allocate(keep=hashes[count - 1] if count else None)
+            if slot == NO_SLOT:
+                return None
+            self._acquire(cached, self._holds)
+            self._cache.retain(cached, retention)
+            lease = StateLease(self, cached + self._allocate(need), count, retention=retention)
+            lease.slot = slot
+            lease.start_from(hashes, count, len(known))
+            return lease
+
+    def match_prefix(self, hashes: Sequence[bytes]) -> int:
+        with self.lock:
+            return self.slots.num_usable(hashes[: len(self._cache.match(hashes))])
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Returns, once, the copies of states that the step being planned has to make first, in this order."""
+        with self.lock:
+            copies, self._copies = tuple(self._copies), []
+            return copies
+
+    def _inconsistencies(self) -> list[str]:
+        slots = self.slots
+        owned = [slot for lease in self._leases for slot in require_states(lease).all_slots()]
+        used = sorted([*slots.free, *slots.snapshots.values(), *owned])
+        defects = [] if used == list(range(slots.num_slots)) else [f"{used} are the {slots.num_slots} slots of states"]
+        orphans = sum(block_hash not in self._cache.block_by_hash for block_hash in slots.snapshots)
+        defects += [f"{orphans} snapshots have no cached block"] if orphans else []
+        return super()._inconsistencies() + defects
+
+
+class StateLease(Lease):
+    """The blocks and the live state of one sequence."""
+
+    _pool: StateBlockPool
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        blocks: list[int],
+        num_registered: int,
+        *,
+        host_blocks: int = 0,
+        retention: Retention | None = None,
+    ) -> None:
+        super().__init__(pool, blocks, num_registered, host_blocks=host_blocks, retention=retention)
+        self.slot = NO_SLOT  # The live state; NO_SLOT for a fork that found no free slot
+        self._missed = 0  # Number of first blocks that were cached, but had no snapshot; 0 for none
+        self._planned: list[tuple[int, int, bool]] = []  # Snapshots to register: blocks, slot, whether it is a tail
+        self._tail: bytes | None = None  # Hash of the newest snapshot after the prompt
+
+    @property
+    def is_complete(self) -> bool:
+        return self.slot != NO_SLOT
+
+    def start_from(self, hashes: Sequence[bytes], count: int, known: int) -> None:
+        """Makes the live state that after the first `count` blocks; `known` blocks are cached. The lock is held."""
+        slots = self._pool.slots
+        source = slots.use(hashes[count - 1]) if count else self._pool.zero_slot
+        self._pool._copies.append(BlockCopy(source, self.slot))
+        self._missed = known if known > count else 0
+
+    def plan_snapshots(self, start: int, end: int, prompt_len: int) -> tuple[Snapshot, ...]:
+        """Returns the snapshots of a step that computes the tokens start..end, ascending; fewer if slots are short."""
+        pool, size = self._pool, self._pool.block_size
+        first, last = start // size + 1, end // size
+        if first > last or not pool._keeps_prefixes:
+            return ()
+        boundaries = {(prompt_len - 1) // size, self._missed}
+        boundaries |= set(range(-(-first // pool.spacing) * pool.spacing, last + 1, pool.spacing))
+        tail = last if end >= prompt_len else 0
+        kept = {blocks for blocks in boundaries if first <= blocks <= last}
+        snapshots: list[Snapshot] = []
+        with pool.lock:
+            for blocks in sorted(kept | {tail} - {0}):
+                slot = pool.slots.allocate()
+                if slot != NO_SLOT:
+                    self._planned.append((blocks, slot, blocks == tail and blocks not in kept))
+                    snapshots.append(Snapshot(blocks * size, slot))
+        return tuple(snapshots)
+
+    def publish(self, hashes: Sequence[bytes]) -> None:
+        super().publish(hashes)
+        slots = self._pool.slots
+        with self._pool.lock:
+            while self._planned and self._planned[0][0] <= self.num_published:
+                blocks, slot, is_tail = self._planned.pop(0)
+                block_hash = hashes[blocks - 1]
+                slots.register(block_hash, slot)
+                if self._tail is not None:
+                    slots.demote(self._tail)
+                self._tail = block_hash if is_tail else None
+
+    def rematch(self, hashes: Sequence[bytes]) -> int:
+        pool = self._pool
+        with pool.lock:
+            self._require_live()
+            known = pool._cache.match(hashes[: len(self.blocks)])
+            count = pool.slots.num_usable(hashes[: len(known)])
+            if count <= self.cached_blocks or any(pool._writers[b] for b in self.blocks[self.num_published : count]):
+                return self.cached_blocks
+            replaced = [self._replace(i, known[i]) for i in range(self.num_published, count)]
+            pool._cache.retain(known[self.num_published : count], self.retention)
+            self.num_published = self.cached_blocks = count
+            self.start_from(hashes, count, len(known))
+            pool._release_after_steps(replaced)
+            return count
+
+    def fork(self, shared: int, *, spare: int = 0) -> Lease:
+        other = require_states(super().fork(shared, spare=spare))
+        with self._pool.lock:
+            other.slot = self._pool.slots.allocate()
+            if other.is_complete:
+                self._pool._copies.append(BlockCopy(self.slot, other.slot))
+        return other
+
+    def all_slots(self) -> list[int]:
+        """Returns all slots of the lease."""
+        return [slot for slot in (self.slot, *(slot for _, slot, _ in self._planned)) if slot != NO_SLOT]
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._pool.slots.free += self.all_slots()
+        self.slot, self._planned = NO_SLOT, []
+
+
+def require_states(lease: Lease | None) -> StateLease:
+    """Returns the lease of a pool with states, as such."""
+    if not isinstance(lease, StateLease):
+        raise InternalError("the lease is of a pool without recurrent states")
+    return lease
