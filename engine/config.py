@@ -37,11 +37,6 @@ class EngineConfig(PodEngineSettings):
         "chunk_tokens is 0 too",
         was=("prompt_budget",),
     )
-    max_adapters: int = setting(
-        kinds.integer(0, 1024), 0, "LoRA adapters on the device at once; 0: adapters are not supported"
-    )
-    max_adapter_rank: int = setting(kinds.integer(1, 256), 16, "Largest rank of an adapter")
-
     kv_groups: bool = setting(
         kinds.BOOL, False, "Free the KV of layers with a window when it leaves the window, where the engine supports it"
     )

@@ -65,7 +65,7 @@ ROOMS = {
         "node",
     ],
     "pod": [
-        "gpu index limits rates requests",
+        "adapters gpu index limits rates requests",
         "role watch",
         "health metrics services",
         "rank worker",
