@@ -361,6 +361,7 @@ class RoutingPlan:
             host_hits=prompt.host_hits,
             inflight_hits={pod: blocks * prompt.block_size for pod, blocks in inflight.items()},
             affinity=self.affinity or ("" if self.index_answered else prompt.prefix_key.hex()),
+            adapter=self.request.adapter,
             prefix_key=prompt.prefix_key,
         )
 

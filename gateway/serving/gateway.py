@@ -25,7 +25,6 @@ from common.auth import GATEWAY, Signer
 from common.errors import (
     BatonError,
     Cancelled,
-    ModelNotFound,
     Overloaded,
     PermissionDenied,
     Unavailable,
@@ -322,12 +321,9 @@ class Gateway:
         return await reset_prefix_caches(pods.values())
 
     def model_for(self, caller: Caller, name: str) -> ServedModel:
-        """Returns the model with this name or alias. Raises ModelNotFound, PermissionDenied."""
-        model = self.models.by_name.get(name)
-        if model is None:
-            text = f"the model {name[:200]!r} does not exist; /v1/models lists those that do"
-            raise ModelNotFound(text, field="model")
-        if not caller.may_use(name, model.name):
+        """Returns the model or adapter with this name. Raises ModelNotFound, PermissionDenied."""
+        model = self.models.find(name)
+        if not caller.may_use(name, *model.own_names):
             raise PermissionDenied(f"this API key may not use the model {name!r}", field="model")
         return model
 
@@ -420,6 +416,7 @@ class Gateway:
                 default_max_tokens=default_max_tokens,
                 prompt_field=prompt_field,
                 bad_words=bad_words,
+                adapter=model.digest,
             )
             timeline.mark("tokenized", prompt_tokens=request.prompt_len)
             dispatch = Dispatch(
@@ -447,6 +444,9 @@ class Gateway:
         """Waits until all choices may go to the pods. Raises as Limiter.reserve and Gate.acquire do."""
         context.choices = choices
         context.timeline.set_facts(model=model.name)
+        if model.adapter is not None:
+            context.timeline.set_facts(adapter=model.adapter.name, adapter_digest=model.digest)
+            self.metrics.count_adapter(model.adapter.name)
         firsts = [choice for choice in choices if choice.sample_index == 0]
         requests = [choice.request for choice in firsts]
         prompt_tokens = sum(request.prompt_len for request in requests)

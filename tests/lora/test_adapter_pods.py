@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest
