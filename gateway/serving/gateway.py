@@ -22,13 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from common.auth import GATEWAY, Signer
-from common.errors import (
-    BatonError,
-    Cancelled,
-    Overloaded,
-    PermissionDenied,
-    Unavailable,
-)
+from common.errors import BatonError, Cancelled, Overloaded, PermissionDenied, Unavailable
 from common.settings.configs import GatewayConfig
 from common.tls import TlsFiles
 from common.tracing.tracer import TraceContext, Tracer
@@ -322,8 +316,9 @@ class Gateway:
 
     def model_for(self, caller: Caller, name: str) -> ServedModel:
         """Returns the model or adapter with this name. Raises ModelNotFound, PermissionDenied."""
-        model = self.models.find(name)
-        if not caller.may_use(name, *model.own_names):
+        model = self.models.by_name.get(name) or self.models.with_adapter(name)
+        names = (model.name,) if model.adapter is None else model.own_names
+        if not caller.may_use(name, *names):
             raise PermissionDenied(f"this API key may not use the model {name!r}", field="model")
         return model
 
@@ -416,7 +411,7 @@ class Gateway:
                 default_max_tokens=default_max_tokens,
                 prompt_field=prompt_field,
                 bad_words=bad_words,
-                adapter=model.digest,
+                adapter="" if model.adapter is None else model.adapter.digest,
             )
             timeline.mark("tokenized", prompt_tokens=request.prompt_len)
             dispatch = Dispatch(
@@ -445,7 +440,7 @@ class Gateway:
         context.choices = choices
         context.timeline.set_facts(model=model.name)
         if model.adapter is not None:
-            context.timeline.set_facts(adapter=model.adapter.name, adapter_digest=model.digest)
+            context.timeline.set_facts(adapter=model.adapter.name, adapter_digest=model.adapter.digest)
             self.metrics.count_adapter(model.adapter.name)
         firsts = [choice for choice in choices if choice.sample_index == 0]
         requests = [choice.request for choice in firsts]

@@ -80,11 +80,6 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))  # start of the gateway, in seconds since the epoch
 
     @property
-    def digest(self) -> str:
-        """The identity of the adapter; "" without one."""
-        return "" if self.adapter is None else self.adapter.digest
-
-    @property
     def own_names(self) -> tuple[str, ...]:
         """The names by which an API key allows it. A key for the model allows none of its adapters."""
         return (self.name,) if self.adapter is None else (self.adapter.name, f"{self.name}:{self.adapter.name}")
@@ -112,13 +107,11 @@ class ModelRegistry:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
 
-    def find(self, name: str) -> ServedModel:
-        """Returns the model with this name or alias, or with the LoRA adapter NAME or MODEL:NAME.
+    def with_adapter(self, name: str) -> ServedModel:
+        """Returns the model with the LoRA adapter NAME or MODEL:NAME, for a name that is not in `by_name`.
 
         Raises ModelNotFound, also if adapters of two models have the name.
         """
-        if (model := self.by_name.get(name)) is not None:
-            return model
         base, _, adapter = name.rpartition(":")
         tried = [(self.by_name[base], adapter)] if base in self.by_name else [(model, name) for model in self._models]
         found = [

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.relay_swaps import swap_over_hand_off
@@ -17,7 +19,7 @@ from gateway.admission.key_store import KeyFile
 from gateway.pods import adapters as pod_adapters
 from gateway.pods import view as pod_view
 from gateway.telemetry.metrics import MAX_ADAPTER_LABELS, GatewayMetrics
-from tests.lora.adapter_cluster import AdapterCluster, AdapterFiles, adapter_cluster, make_files
+from tests.lora.adapter_cluster import NAMES, AdapterCluster, AdapterFiles, adapter_cluster, make_files
 from tests.lora.lora_rig import save_adapter
 from tests.rigs.pods.harness import prompt_of
 from tests.rigs.waiting import until
@@ -187,6 +189,30 @@ def test_the_labels_of_metrics_are_bounded() -> None:
     text = metrics.exposition("", lambda _tenant: True).decode()
     assert text.count("baton_adapter_requests_total{") == MAX_ADAPTER_LABELS + 1
     assert f'{{adapter="other"}} {2 * MAX_ADAPTER_LABELS}.0' in text
+
+
+async def test_embeddings_load_the_adapter_too(files: AdapterFiles, tmp_path: Path) -> None:
+    (tmp_path / "names.json").write_text("{}")
+    async with adapter_cluster(files, prefill_config={"adapter_names": str(tmp_path / "names.json")}) as cluster:
+        vectors = []
+        for model in ("tiny", *NAMES):
+            answer = await cluster.gw.http.post("/v1/embeddings", json={"model": model, "input": prompt_of(12)})
+            assert answer.status_code == 200, answer.text
+            vectors.append(tuple(answer.json()["data"][0]["embedding"]))
+        assert len(set(vectors)) == 3
+        assert cluster.pods.prefill.runtime.adapters.loads["loaded"] == 2
+
+
+MEANINGS = [AdapterEntry(name, digest * 32, version=v) for name in "ab" for digest in ("", "1", "2") for v in (1, 2, 3)]
+
+
+@given(st.permutations(MEANINGS), st.integers(1, len(MEANINGS)))
+def test_gateways_agree_whatever_they_hear_first(meanings: list[AdapterEntry], first: int) -> None:
+    names, same = pod_adapters.AdapterNames(), pod_adapters.AdapterNames()
+    names.update(meanings[:first])
+    names.update([*meanings[first:], *meanings[:first]])
+    same.update(MEANINGS)
+    assert names.all() == same.all() == [AdapterEntry(name, "2" * 32, version=3) for name in "ab"]
 
 
 def test_the_newest_meaning_of_a_name_counts() -> None:
