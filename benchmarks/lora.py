@@ -10,6 +10,7 @@ matrices of each layer. --kernels compares the kernels with float64 and times ti
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import statistics
@@ -30,12 +31,14 @@ from benchmarks.support.adapter_kernels import check_and_time
 from benchmarks.support.adapter_swaps import swap_under_load
 from benchmarks.support.engine_driver import Driver, Prompts, running
 from benchmarks.support.limits import free_memory
+from benchmarks.support.relay_swaps import swap_over_hand_off
 from benchmarks.support.shapes import SHAPES, config_directory, llama
 from cli.demo.adapter import write_random_adapter
 from common.types import SamplingParams, ValidRequest
 from engine.adapters.peft import AdapterFile, LoraPair
 from engine.config import EngineConfig
 from engine.llm import LLM
+from tests.lora.adapter_cluster import make_files
 
 METRICS = """
 Metrics on a GPU; a ratio is the time with adapters over the time of an engine without them:
@@ -52,6 +55,7 @@ Metrics on a CPU:
 
 - swap_requests, swaps: requests for one name, 24 at once, and how often two adapters took turns under the name.
 - mixed_or_stale: answers that differ from the answer of the adapter that had the name when the request was sent.
+- relay_swap_requests, relay_swaps, relay_mixed_or_stale: the same over a gateway, a prefill pod and a decode pod.
 """
 RANK, SLOTS, ADAPTERS, COLD = 16, 16, 100, 20
 POINTS = ((64, 1024), (1, 128))
@@ -148,7 +152,9 @@ def measure_gpu(device: str) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def measure_swaps() -> dict[str, float]:
-    """Exchanges two adapters under one name while requests run."""
+    """Exchanges two adapters under one name while requests run, in one engine and over the hand-off."""
+    with tempfile.TemporaryDirectory() as directory:
+        relay = asyncio.run(swap_over_hand_off(make_files(Path(directory)), SWAP_REQUESTS))
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         model.mkdir()
@@ -159,7 +165,14 @@ def measure_swaps() -> dict[str, float]:
         llm = LLM(model, load_format="dummy", device="cpu", num_blocks=512, block_size=4, threads=1, max_adapters=2)
         wrong, swaps = swap_under_load(llm.engine, paths, SWAP_REQUESTS)
         llm.engine.close()
-    return {"swap_requests": SWAP_REQUESTS, "swaps": swaps, "mixed_or_stale": wrong}
+    return {
+        "swap_requests": SWAP_REQUESTS,
+        "swaps": swaps,
+        "mixed_or_stale": wrong,
+        "relay_swap_requests": relay.requests,
+        "relay_swaps": relay.swaps,
+        "relay_mixed_or_stale": relay.wrong,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

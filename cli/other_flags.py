@@ -34,7 +34,7 @@ def _refused(hint: str, *, takes_value: bool = True) -> OtherFlag:
 
 
 _TOOLS = "tools work for every model with a tool format; --tool-parser names one"
-_NO_ADAPTERS = "Baton serves no LoRA adapters"
+_ADAPTERS = "use --adapter-dir DIR, with a sub-folder for each adapter, and --adapter-names FILE for other names"
 _SPECULATION = (
     "use --speculation ngram, suffix, draft_model or eagle, with --speculation-model and --speculation-tokens"
 )
@@ -72,8 +72,8 @@ OTHER_FLAGS: dict[str, OtherFlag] = {
         "a quantised checkpoint is recognised by its config; --weights fp8 and --weights int8 quantise another one "
         "while it loads; --kv-dtype fp8_e4m3 halves KV"
     ),
-    "--enable-lora": _refused(_NO_ADAPTERS, takes_value=False),
-    "--lora-modules": _refused(_NO_ADAPTERS),
+    "--enable-lora": _always(_ADAPTERS),
+    "--lora-modules": _refused(_ADAPTERS),
     "--speculative-config": _refused(_SPECULATION),
     "--revision": _refused("name the revision with the model: --model NAME@REVISION"),
     "--code-revision": _refused(_NO_CODE),

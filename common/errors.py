@@ -108,6 +108,10 @@ class RoleChanged(Unavailable):
     """The pod changes its role, or has changed it. The request goes on elsewhere, and the attempt does not count."""
 
 
+class AdapterNotLoaded(BatonError, grpc="FAILED_PRECONDITION", http=503):
+    """A pod does not have the request's LoRA adapter and cannot load it; nothing was computed."""
+
+
 class DeadlineExceeded(BatonError, grpc="DEADLINE_EXCEEDED", http=504):
     """The request's own deadline passed."""
 

@@ -185,6 +185,17 @@ class KvTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """The meaning of one LoRA adapter's name: Adapter in proto/baton/v1/control.proto."""
+
+    name: str
+    digest: str  # Identity of the adapter, 32 hex digits; empty: the name was removed.
+    rank: int = 0
+    path: str = ""  # Folder below the adapter directory.
+    version: int = 0  # Of two meanings of one name the higher version counts; 0 for an adapter without a name.
+
+
+@dataclass(frozen=True, slots=True)
 class PoolCounts:
     """Number of blocks in each state; the sum is the size of the pool."""
 

@@ -16,8 +16,9 @@ from google.protobuf.message import Message
 
 from common.errors import BatonError, InternalError, InvalidRequest
 from common.kv_layout import KVLayout, LayerGroup
-from common.pb import transfer_pb2, types_pb2
+from common.pb import control_pb2, transfer_pb2, types_pb2
 from common.types import (
+    AdapterEntry,
     FinishReason,
     Grammar,
     KvTarget,
@@ -70,9 +71,11 @@ _TRANSFER_ID = _SameFields(TransferId, types_pb2.TransferId)
 _KV_TARGET = _SameFields(KvTarget, types_pb2.KvTarget, "transfer_id")
 _LAYOUT = _SameFields(KVLayout, transfer_pb2.Layout, "tensor_parallel", "groups", "kv_order")
 _POOL_COUNTS = _SameFields(PoolCounts, transfer_pb2.PoolCounts)
+_ADAPTER = _SameFields(AdapterEntry, control_pb2.Adapter)
 _LOAD = _SameFields(PodLoad, transfer_pb2.Load, "draining")
 
 prompt_logprobs_to_pb, prompt_logprobs_from_pb = _PROMPT_LOGPROBS.to_pb, _PROMPT_LOGPROBS.from_pb
+adapter_to_pb, adapter_from_pb = _ADAPTER.to_pb, _ADAPTER.from_pb
 transfer_id_to_pb, transfer_id_from_pb = _TRANSFER_ID.to_pb, _TRANSFER_ID.from_pb
 
 _FINISH_TO_PB: dict[FinishReason | None, types_pb2.FinishReason.ValueType] = {

@@ -82,6 +82,8 @@ class DecodeHandOff:
         self._deadline_s = deadline_s
         self._hashes = admitted.hashes  # Hashes of the prompt's leading full blocks, as far as they are known
         self._grammar = grammar
+        # A version that has lost its name is not forgotten while the hand-off needs it.
+        self._adapter = pod.adapters.find(request.adapter) if request.adapter else None
         self._aio = asyncio.get_running_loop()
         self._timer = self._aio.call_later(deadline_s, self.fail, DeadlineExceeded("the request's deadline passed"))
         self._drained = asyncio.Event()

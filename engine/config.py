@@ -47,10 +47,6 @@ class EngineConfig(PodEngineSettings):
     snapshot_blocks: int = setting(
         kinds.integer(1), 128, "Blocks of a prompt from one snapshot of a hybrid model's recurrent state to the next"
     )
-    max_adapters: int = setting(
-        kinds.integer(0, 1024), 0, "LoRA adapters on the device at once; 0: adapters are not supported"
-    )
-    max_adapter_rank: int = setting(kinds.integer(1, 256), 16, "Largest rank of an adapter")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -315,8 +315,12 @@ class Engine:
         return self._adapters
 
     def find_adapter(self, digest: str) -> Adapter:
-        """Returns the adapter with this digest. Raises InvalidRequest if the engine lacks it. Any thread."""
+        """Returns the adapter with this digest. Raises AdapterNotLoaded if the engine lacks it. Any thread."""
         return self.adapters.with_digest(digest)
+
+    def adapter_slots(self) -> tuple[abc.Sequence[Adapter | None], int]:
+        """Returns the adapters on the device by slot, and the number of copies to slots so far. Any thread."""
+        return ((), 0) if self._slots is None else (tuple(self._slots.adapters), self._slots.loads)
 
     def add_adapter(self, directory: Path, name: str) -> Adapter:
         """Loads an adapter in PEFT's format to the host, under a new name or in place of another. Any thread.

@@ -34,6 +34,7 @@ from gateway.api.http.endpoint import (
 )
 from gateway.api.http.json import OPENAI_ERRORS, ErrorFormat, error_body, error_headers
 from gateway.api.http.keyed import REPLAYED, serve_keyed
+from gateway.api.openai.adapters import AdapterHandler
 from gateway.api.openai.embeddings import EmbeddingsHandler
 from gateway.api.openai.generate import GenerateHandler
 from gateway.api.openai.responses.endpoint import ResponsesHandler
@@ -138,6 +139,8 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
 
     def model_json(name: str, model: ServedModel) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": model.created, "owned_by": "baton", "root": model.name}
+        if (adapter := model.adapter) is not None:
+            card |= {"parent": model.name, "root": adapter.path, "digest": adapter.digest, "rank": adapter.rank}
         if defaults := model.defaults.as_json():
             card["generation_defaults"] = defaults
         if weights := model.pod_table.weights:
@@ -147,8 +150,8 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
 
     async def models(request: Request) -> dict[str, Any]:
         may_use = caller_of(request.scope).may_use
-        named = gateway.models.by_name.items()
-        shown = [model_json(name, m) for name, m in named if may_use(name, m.name)]
+        named = gateway.models.listed()
+        shown = [model_json(name, m) for name, m in named if may_use(name, *m.own_names)]
         return model_list(shown) if ANTHROPIC_VERSION in request.headers else {"object": "list", "data": shown}
 
     async def model(request: Request) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
 
     tokenize, responses = TokenizeHandler(gateway), ResponsesHandler(gateway, store)
     messages, prompts = MessagesHandler(gateway), PromptRunner(gateway)
-    scorer = PairScorer(prompts)
+    scorer, adapters = PairScorer(prompts), AdapterHandler(gateway)
     rerank, score = RerankHandler(gateway, scorer, return_documents=True), ScoreHandler(gateway, scorer)
     routes = [
         post("/v1/completions", "completions", GenerateHandler(gateway, chat=False).serve, keyed=True),
@@ -212,6 +215,8 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
         route("/v1/responses/{response_id}/input_items", responses.input_items),
         post(MESSAGES, "messages", messages.create, keyed=True),
         post(f"{MESSAGES}/count_tokens", "count_tokens", messages.count),
+        post("/v1/load_lora_adapter", "load_lora_adapter", adapters.load),
+        post("/v1/unload_lora_adapter", "unload_lora_adapter", adapters.unload),
         post("/tokenize", "tokenize", tokenize.tokenize),
         post("/detokenize", "detokenize", tokenize.detokenize),
         route("/tokenizer_info", tokenizer_info, "GET"),

@@ -19,6 +19,7 @@ from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.speculation.speculator import SpeculationStats
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
+from pod.adapters import PodAdapters
 from pod.gpu import GpuReading
 from pod.role import RoleSwitchReport
 from pod.watch import LOOPS
@@ -36,7 +37,12 @@ class PodMetrics:
     """Metrics of one pod, for any role. computed_tokens: prompt tokens computed, by reason."""
 
     def __init__(
-        self, engine: Engine, node: TransferNode, load: Callable[[], PodLoad], computed_tokens: Mapping[str, int]
+        self,
+        engine: Engine,
+        node: TransferNode,
+        load: Callable[[], PodLoad],
+        computed_tokens: Mapping[str, int],
+        adapters: PodAdapters,
     ) -> None:
         m = self.metrics = Metrics()
         m.add_process_metrics()
@@ -85,6 +91,12 @@ class PodMetrics:
         self._add_host_tier_metrics(lambda: node.stats().damaged_transfers)
         self._add_disk_tier_metrics()
         self._add_transfer_metrics(node)
+        text = "LoRA adapters: with a name, retired (kept for running requests), and on the device."
+        m.sampled_gauge("adapters", text, _by(adapters.counts, dict), ["state"])
+        text = "LoRA adapters read from files, by outcome."
+        m.sampled_counter("adapter_loads", text, _by(lambda: adapters.loads, dict), ["outcome"])
+        text = "Copies of LoRA adapters to the device."
+        m.sampled_counter("adapter_copies", text, _one(lambda: engine.adapter_slots()[1]))
 
     def set_pod_info(self, role: str, model: str, version: str) -> None:
         """Sets role, model and version of this pod."""

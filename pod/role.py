@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import grpc
 
 from common.errors import BatonError, ConfigError, RoleChanged, Unavailable
-from common.model.directory import resolve_eagle_head, resolve_model
+from common.model.directory import default_served_name, resolve_eagle_head, resolve_model
 from common.settings.configs import PodConfig, PodEngineSettings
 from common.settings.table import declared
 from common.types import Role
@@ -32,6 +32,9 @@ from pod.requests import RequestRegistry
 RELEASE_S = 10.0
 #: Longest time for the engine to take over the new role, between two of its steps.
 PREPARE_S = 4.0
+
+#: Adapters on the device at once, with an adapter directory.
+DEFAULT_ADAPTERS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -189,6 +192,8 @@ def engine_config(config: PodConfig) -> EngineConfig:
     """Builds the engine's part of a pod's configuration. Decode pods compute local prompts in small chunks."""
     shared = {name: getattr(config, name) for name in declared(PodEngineSettings)}
     find = functools.partial(resolve_model, tokenizer=False, weights=config.load_format == "auto")
+    if config.adapter_dir is not None and not config.max_adapters:
+        shared["max_adapters"] = DEFAULT_ADAPTERS
     if config.speculation_model is not None:  # a draft model, which may be a known name, or an EAGLE head
         find_draft = find if config.speculation == "draft_model" else resolve_eagle_head
         try:
@@ -201,6 +206,11 @@ def engine_config(config: PodConfig) -> EngineConfig:
         local_chunk_tokens=local_chunk_tokens(config, config.role, made.resolve_device().type),
         recurrent_states=False,  # the hand-off and the pulls move blocks only
     )
+
+
+def served_name(config: PodConfig) -> str:
+    """Returns the model's name for clients."""
+    return config.served_name or default_served_name(config.model)
 
 
 def local_chunk_tokens(config: PodConfig, role: Role, device_type: str) -> int:

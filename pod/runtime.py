@@ -27,7 +27,6 @@ from common.block_hash import hash_blocks, matchable_blocks
 from common.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 from common.grammar.compiler import CompiledGrammar, GrammarSource
 from common.grammar.prover import GrammarProver, prover_of
-from common.model.directory import default_served_name
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id, log_phase
 from common.rpc import RpcServer, trace_context_of
@@ -44,6 +43,7 @@ from engine.loop import EngineLoop
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
+from pod.adapters import PodAdapters
 from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, card_name, gpu_monitor, processor_id, require_mappable_kv
 from pod.health import BROKEN_DRAIN_S, EXIT_BROKEN, PodHealth
 from pod.index import CacheEventRelay, PeerDiscovery, require_free_name
@@ -52,7 +52,7 @@ from pod.metrics import PodMetrics
 from pod.rank import BackendFactory, pod_backend, pool_memory, start_ranks
 from pod.rates import PodRates
 from pod.requests import RequestRegistry
-from pod.role import PodRole, PodService, RoleSwitchReport, engine_config, local_chunk_tokens
+from pod.role import PodRole, PodService, RoleSwitchReport, engine_config, local_chunk_tokens, served_name
 from pod.services import ControlServicer, Embedder
 from pod.warm_up import HotPrefixes, warm_up_from_peers
 from pod.watch import PodWatch
@@ -77,14 +77,15 @@ class PodRuntime:
         cache_events: CacheEventRelay,
         generation: int,
         backend: BackendFactory,
+        adapters: PodAdapters,
         tls: TlsFiles | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.adapters = config, adapters
         self.engine = engine
         self._cache_events = cache_events
         assert config.name is not None, "create() sets the name"
         self.name = config.name
-        self.served_name = config.served_name or default_served_name(config.model)
+        self.served_name = served_name(config)
         self.generation = generation
         self.address = ""
         self.requests = RequestRegistry[Any]()  # Those of the role's service that hold blocks or a place in the engine
@@ -96,7 +97,7 @@ class PodRuntime:
             max_model_len=engine.max_model_len,
             block_size=engine.layout.block_size,
             num_blocks=engine.pool.max_tokens // engine.layout.block_size,
-            find_adapter=engine.find_adapter,
+            find_adapter=adapters.find,
         )
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
         self.engine_loop = EngineLoop(engine, self._on_step)
@@ -115,7 +116,7 @@ class PodRuntime:
             tls=tls,
             pair_probe_s=config.pair_probe_s,
         )
-        self.metrics = PodMetrics(engine, self.transfer_node, self.load, self.computed_tokens)
+        self.metrics = PodMetrics(engine, self.transfer_node, self.load, self.computed_tokens, adapters)
         if tls is not None:
             self.metrics.metrics.certificates["cluster"] = tls.expires_at
         self.metrics.set_pod_info(config.role.value, self.served_name, metadata.version("baton-serving"))
@@ -160,6 +161,8 @@ class PodRuntime:
         cache_events = CacheEventRelay()
         load = functools.partial(Engine, start_ranks=functools.partial(start_ranks, config), **cache_events.callbacks())
         engine = await asyncio.to_thread(load, settings)
+        adapters = PodAdapters(engine, config.adapter_dir, config.adapter_names, served_name(config))
+        await asyncio.to_thread(adapters.find_all)
         blocks, layout = engine.pool.counts().total, engine.layout
         size = f"{blocks * layout.block_bytes / (1 << 20):.0f} MiB"
         log_phase(f"KV pool: {blocks} blocks of {layout.block_size} tokens, {size}", done=True)
@@ -170,7 +173,7 @@ class PodRuntime:
             await require_free_name(config.redis, scope, name, own_address, tls)
         generation = await mint_generation(config.redis, scope, name)
         make_backend = backend or functools.partial(pod_backend, members=engine.rank_group, layout=engine.layout)
-        return cls(config, engine, cache_events, generation, make_backend, tls)
+        return cls(config, engine, cache_events, generation, make_backend, adapters, tls)
 
     # -- life ---------------------------------------------------------------------------------------------------------
     async def start(self, *services: PodService) -> None:
@@ -183,7 +186,7 @@ class PodRuntime:
         for service in services:
             add(type(service).register, service, service.full_name)
         add(transfer_pb2_grpc.add_TransferServicer_to_server, self.transfer_node.servicer, "baton.v1.Transfer")
-        control = ControlServicer(self.engine.pool, lambda: self._index, self.switch_role)
+        control = ControlServicer(self.engine.pool, lambda: self._index, self.switch_role, self.adapters)
         add(control_pb2_grpc.add_ControlServicer_to_server, control, "baton.v1.Control")
         add(embedding_pb2_grpc.add_EmbeddingServicer_to_server, self._embedder, "baton.v1.Embedding")
         self.engine_loop.start()
@@ -451,6 +454,7 @@ class PodRuntime:
             pairs=self.transfer_node.pair_stats(),
             pulls=self.role.current is Role.PREFILL and self.config.pulls_prefixes,
             late_targets=self.role.current is Role.PREFILL,
+            adapters=self.adapters.state(),
         )
 
     def load(self) -> PodLoad:

@@ -20,12 +20,13 @@ from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
 from common.pb import control_pb2, control_pb2_grpc, embedding_pb2, embedding_pb2_grpc
 from common.rpc import remaining_s
 from common.types import Role, ValidRequest
-from common.wire import request_from_pb, role_from_pb, role_to_pb
+from common.wire import adapter_from_pb, adapter_to_pb, request_from_pb, role_from_pb, role_to_pb
 from engine.engine import Engine
 from engine.kv.blocks import BlockPool
 from engine.loop import EngineLoop
 from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.schedule.sequence import Sequence
+from pod.adapters import PodAdapters
 from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_while
 from pod.role import RoleSwitchReport
 from prefix_index.publisher import IndexPublisher
@@ -147,6 +148,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     index: Callable[[], IndexPublisher | None]  # Returns the pod's publisher, once the pod joined the index
     #: Changes the role; its second argument is the drain time in seconds, 0 for that of the settings.
     switch_role: Callable[[Role, float], Awaitable[RoleSwitchReport]]
+    adapters: PodAdapters
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -168,3 +170,24 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return control_pb2.SwitchRoleResponse(
             former=role_to_pb(report.former), moved=report.moved, drained_s=report.drained_s, ready_s=report.ready_s
         )
+
+    async def LoadAdapter(
+        self, request: control_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> control_pb2.LoadAdapterResponse:
+        """Implements LoadAdapter of control.proto."""
+        entry = await self.adapters.load(adapter_from_pb(request.adapter))
+        return control_pb2.LoadAdapterResponse(adapter=adapter_to_pb(entry))
+
+    async def UnloadAdapter(
+        self, request: control_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> control_pb2.UnloadAdapterResponse:
+        """Implements UnloadAdapter of control.proto."""
+        self.adapters.unload(request.name, request.version)
+        return control_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: control_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> control_pb2.ListAdaptersResponse:
+        """Implements ListAdapters of control.proto."""
+        entries, version = self.adapters.entries()
+        return control_pb2.ListAdaptersResponse(adapters=map(adapter_to_pb, entries), version=version)

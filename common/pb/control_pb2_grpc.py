@@ -45,6 +45,21 @@ class ControlStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.SwitchRoleResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/baton.v1.Control/LoadAdapter',
+                request_serializer=baton_dot_v1_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/baton.v1.Control/UnloadAdapter',
+                request_serializer=baton_dot_v1_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/baton.v1.Control/ListAdapters',
+                request_serializer=baton_dot_v1_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -68,6 +83,28 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter from the pod's adapter directory to host memory, unless the pod has its digest already. With a
+        version the adapter also gets its name. Nothing changes if the adapter is refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes a name from its adapter. Running requests keep the adapter. An unknown name is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the names of adapters, removed ones too. Info says when the list has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +117,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.SwitchRole,
                     request_deserializer=baton_dot_v1_dot_control__pb2.SwitchRoleRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.SwitchRoleResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +189,87 @@ class Control:
             '/baton.v1.Control/SwitchRole',
             baton_dot_v1_dot_control__pb2.SwitchRoleRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.SwitchRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/LoadAdapter',
+            baton_dot_v1_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/UnloadAdapter',
+            baton_dot_v1_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Control/ListAdapters',
+            baton_dot_v1_dot_control__pb2.ListAdaptersRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,14 @@ class ControlStub:
     graphs and prefix cache. Answers once the pod is ready in the new role. Work is moved by errors of the kind
     RoleChanged, which gateways retry elsewhere without counting an attempt. Only operators may call it.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]
+    """Reads a LoRA adapter from the pod's adapter directory to host memory, unless the pod has its digest already. With a
+    version the adapter also gets its name. Nothing changes if the adapter is refused.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]
+    """Takes a name from its adapter. Running requests keep the adapter. An unknown name is no error."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListAdaptersRequest, _control_pb2.ListAdaptersResponse]
+    """Lists the names of adapters, removed ones too. Info says when the list has changed."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -57,6 +65,14 @@ class ControlAsyncStub(ControlStub):
     graphs and prefix cache. Answers once the pod is ready in the new role. Work is moved by errors of the kind
     RoleChanged, which gateways retry elsewhere without counting an attempt. Only operators may call it.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Reads a LoRA adapter from the pod's adapter directory to host memory, unless the pod has its digest already. With a
+    version the adapter also gets its name. Nothing changes if the adapter is refused.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Takes a name from its adapter. Running requests keep the adapter. An unknown name is no error."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_control_pb2.ListAdaptersRequest, _control_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the names of adapters, removed ones too. Info says when the list has changed."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     """Served by every pod."""
@@ -81,5 +97,31 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         graphs and prefix cache. Answers once the pod is ready in the new role. Work is moved by errors of the kind
         RoleChanged, which gateways retry elsewhere without counting an attempt. Only operators may call it.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _control_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.LoadAdapterResponse, _abc.Awaitable[_control_pb2.LoadAdapterResponse]]:
+        """Reads a LoRA adapter from the pod's adapter directory to host memory, unless the pod has its digest already. With a
+        version the adapter also gets its name. Nothing changes if the adapter is refused.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _control_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.UnloadAdapterResponse, _abc.Awaitable[_control_pb2.UnloadAdapterResponse]]:
+        """Takes a name from its adapter. Running requests keep the adapter. An unknown name is no error."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _control_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListAdaptersResponse, _abc.Awaitable[_control_pb2.ListAdaptersResponse]]:
+        """Lists the names of adapters, removed ones too. Info says when the list has changed."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -944,6 +944,7 @@ class Model(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     ROOT_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Name to use in requests."""
     max_model_len: _builtins.int
@@ -951,9 +952,11 @@ class Model(_message.Message):
     vocab_size: _builtins.int
     """Vocabulary size."""
     root: _builtins.str
-    """The model's own name if id is an alias."""
+    """The model's own name if id is an alias; of a LoRA adapter its folder below the adapter directory."""
     created: _builtins.int
     """Time at which this gateway began to serve it, in seconds since the epoch."""
+    parent: _builtins.str
+    """Name of the base model if id is a LoRA adapter; else empty."""
     def __init__(
         self,
         *,
@@ -962,10 +965,11 @@ class Model(_message.Message):
         vocab_size: _builtins.int = ...,
         root: _builtins.str = ...,
         created: _builtins.int = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "id", b"id", "max_model_len", b"max_model_len", "root", b"root", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "id", b"id", "max_model_len", b"max_model_len", "parent", b"parent", "root", b"root", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -233,6 +233,7 @@ class InfoResponse(_message.Message):
     STEP_BOUND_S_FIELD_NUMBER: _builtins.int
     FIRST_ROLE_FIELD_NUMBER: _builtins.int
     CARD_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -301,6 +302,10 @@ class InfoResponse(_message.Message):
     def activity(self) -> Global___Activity:
         """Counters for dashboards."""
 
+    @_builtins.property
+    def adapters(self) -> Global___Adapters:
+        """LoRA adapters; absent from pods that serve none."""
+
     def __init__(
         self,
         *,
@@ -331,14 +336,47 @@ class InfoResponse(_message.Message):
         step_bound_s: _builtins.float = ...,
         first_role: Global___Role.ValueType = ...,
         card: _builtins.str = ...,
+        adapters: Global___Adapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "adapters", b"adapters", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "card", b"card", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "first_role", b"first_role", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "step_bound_s", b"step_bound_s", "stuck", b"stuck", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "adapters", b"adapters", "blocks", b"blocks", "boot_id", b"boot_id", "card", b"card", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "first_role", b"first_role", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "step_bound_s", b"step_bound_s", "stuck", b"stuck", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InfoResponse: _TypeAlias = InfoResponse  # noqa: Y015
+
+@_typing.final
+class Adapters(_message.Message):
+    """LoRA adapters of a pod."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    WARM_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Number of the list that Control.ListAdapters returns; it grows with each change."""
+    load_s: _builtins.float
+    """Seconds that the pod needs to read an adapter from its files; 0: not measured."""
+    @_builtins.property
+    def warm(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Digests of the adapters on the device, at most one for each slot, as 16 bytes."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        warm: _abc.Iterable[_builtins.bytes] | None = ...,
+        load_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_s", b"load_s", "version", b"version", "warm", b"warm"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapters: _TypeAlias = Adapters  # noqa: Y015
 
 @_typing.final
 class Activity(_message.Message):

@@ -177,6 +177,15 @@ class EngineSettings(Settings, section="Engine"):
         "Give each rank whole experts of a mixture of experts; default: a part of each expert, if their size allows it",
         also=("enable_expert_parallel",),
     )
+    max_adapters: int = setting(
+        kinds.integer(0, 1024),
+        0,
+        "LoRA adapters on the device at once; default: 8 with --adapter-dir, else none",
+        also=("max_loras",),
+    )
+    max_adapter_rank: int = setting(
+        kinds.integer(1, 256), 16, "Largest rank of a LoRA adapter", also=("max_lora_rank",)
+    )
     deterministic: bool = setting(
         kinds.BOOL,
         False,
@@ -324,6 +333,27 @@ class HandOffSettings(Settings, section="Hand-off between pods"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterSettings(Settings, section="LoRA adapters"):
+    """Where pods find LoRA adapters, for pods and stacks."""
+
+    adapter_dir: str | None = optional_setting(
+        kinds.text("a directory", r".+", "DIR"),
+        "Directory with a sub-folder for each LoRA adapter, which clients name as the model; default: no adapters",
+    )
+    adapter_names: str | None = optional_setting(
+        kinds.text("a file", r".+", "FILE"),
+        "Names of the adapters with their sub-folders, NAME = 'FOLDER' (TOML, or JSON if it ends in .json); default: "
+        "each sub-folder under its own name",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("adapter_names", "max_adapters"):
+            if self.adapter_dir is None and getattr(self, name, None):
+                raise setting_error(name, "not used without adapter_dir, where the adapters are")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankSettings(Settings, section="Hand-off between pods"):
     """Transport and CPUs of the ranks of pods and workers."""
 
@@ -337,6 +367,7 @@ class PodConfig(
     ModelSettings,
     PodEngineSettings,
     HandOffSettings,
+    AdapterSettings,
     RankSettings,
     TraceSettings,
     TlsSettings,
@@ -570,7 +601,14 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig(
-    ApiSettings, EngineSettings, SpeculationSettings, HandOffSettings, ServiceSettings, command="up", section="Stack"
+    ApiSettings,
+    EngineSettings,
+    SpeculationSettings,
+    HandOffSettings,
+    AdapterSettings,
+    ServiceSettings,
+    command="up",
+    section="Stack",
 ):
     """A stack on one machine. Settings of pods or gateways apply to every process that has them."""
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.errors import ConfigError, InvalidRequest
+from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest
 from engine.adapters.packed import TABLE_WIDTH, Adapter, pack_adapter, padded_rank
 from engine.adapters.peft import AdapterFile, read_adapter
 from engine.adapters.rows import NO_ADAPTER, AdapterRows, SlotMemory
@@ -75,12 +75,23 @@ class AdapterNames:
         self._by_name: dict[str, Adapter] = {}
         self._by_digest: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()
 
+    def read(self, directory: Path) -> Adapter:
+        """Reads an adapter without a name, which is forgotten with its last user. Raises ConfigError if refused."""
+        return self._pack(read_adapter(directory, self._shapes, self._max_rank), directory.name)
+
     def add(self, directory: Path, name: str) -> Adapter:
         """Reads an adapter and gives it a name, also that of another one. Raises ConfigError if it is refused."""
         return self.keep(read_adapter(directory, self._shapes, self._max_rank), name)
 
     def keep(self, file: AdapterFile, name: str) -> Adapter:
         """Brings an adapter that has been read into the form of the device, and gives it a name."""
+        adapter = self._pack(file, name)
+        with self._lock:
+            self._by_name[name] = adapter
+        return adapter
+
+    def _pack(self, file: AdapterFile, name: str) -> Adapter:
+        """Brings an adapter into the form of the device, unless the host has it. `name` is for the log."""
         began = time.monotonic()
         with self._lock:
             adapter = self._by_digest.get(file.digest)
@@ -88,7 +99,6 @@ class AdapterNames:
             adapter = pack_adapter(file, self._sites, self._dtype, pin=self._pin)
         with self._lock:
             adapter = self._by_digest.setdefault(file.digest, adapter)
-            self._by_name[name] = adapter
         size, took = format_bytes(adapter.numbers.nbytes), time.monotonic() - began
         _log.info(
             "adapter %s: rank %d, %s, packed in %.2f s, digest %s", name, adapter.rank, size, took, adapter.digest
@@ -110,11 +120,11 @@ class AdapterNames:
             return self._by_name[name]
 
     def with_digest(self, digest: str) -> Adapter:
-        """Returns an adapter that has a name, a sequence or a slot. Raises InvalidRequest if there is none."""
+        """Returns an adapter that has a name, a sequence or a slot. Raises AdapterNotLoaded if there is none."""
         with self._lock:
             adapter = self._by_digest.get(digest)
         if adapter is None:
-            raise InvalidRequest(f"the adapter {digest} is not loaded here", field="adapter")
+            raise AdapterNotLoaded(f"the adapter {digest} is not loaded here", field="adapter")
         return adapter
 
     def all(self) -> dict[str, Adapter]:

@@ -27,6 +27,7 @@ import grpc
 from google.protobuf.message import Message
 
 from common.errors import (
+    AdapterNotLoaded,
     BatonError,
     DeadlineExceeded,
     InternalError,
@@ -48,6 +49,7 @@ from common.wire import (
     tokens_without_logprobs_from_pb,
 )
 from gateway.dispatch.token_queue import TokenQueue
+from gateway.pods.adapters import LOAD_TIMEOUT_S
 from gateway.pods.pod import Pod
 from gateway.pods.stalls import Suspicion
 from gateway.routing.placement import Placement
@@ -156,6 +158,8 @@ class Attempt:
         while (placement := await self._place(tried)) is not None:
             pod = placement.decode
             tried.add(pod.address)
+            if self._request.adapter:
+                await self._load_adapter(placement)
             if placement.expects_target:
                 self._start_prefill(placement)
             try:
@@ -163,7 +167,9 @@ class Attempt:
             except BatonError as e:
                 self._cancel_prefill()
                 # ModelNotFound is the pod's failure: the gateway has checked the model's name.
-                if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):
+                if isinstance(e, AdapterNotLoaded):
+                    pod.adapters.forget(self._request.adapter)
+                if isinstance(e, InvalidRequest | AdapterNotLoaded) and not isinstance(e, ModelNotFound):
                     raise
                 _log.info("reserve on %s failed: %s", pod.name, e)
                 self._trace.on_reserve_answer(pod.name, "failed", e.message)
@@ -197,13 +203,42 @@ class Attempt:
     async def _place(self, tried: set[str]) -> Placement | None:
         """Chooses and books the pods of the next reservation. Returns None if all decode pods were tried."""
         request_id = f"{self._plan.request.request_id}-{self._number}.{len(tried) + 1}"
+        avoided = self._avoided_pods
+        if digest := self._plan.request.adapter:
+            avoided |= {pod.address for pod in self._plan.table.pods.values() if pod.adapters.refuses(digest)}
         with self._metrics.routing.labels("place").time():
-            self._placement = placement = await self._plan.place(request_id, self._avoided_pods, tried)
+            self._placement = placement = await self._plan.place(request_id, avoided, tried)
         self._request = dataclasses.replace(self._plan.request, request_id=request_id)
         if placement is not None:
             prefill = None if placement.prefill is None else placement.prefill.name
             self._trace.on_placed(placement.decode.name, prefill, placement.predicted_hit_tokens)
         return placement
+
+    async def _load_adapter(self, placement: Placement) -> None:
+        """Returns once all pods of a placement have the request's adapter, before any of them computes.
+
+        Raises AdapterNotLoaded at once if one cannot load it, Unavailable if one does not answer.
+        """
+        digest = self._request.adapter
+        entry = self._plan.table.adapters.with_digest(digest)
+        if entry is None:
+            raise AdapterNotLoaded("the adapter was unloaded", field="model")
+        pods = [placement.decode] if placement.prefill is None else [placement.decode, placement.prefill]
+        missing = [pod for pod in pods if digest not in pod.adapters.held]
+        if missing:
+            began, limit_s = time.monotonic(), min(LOAD_TIMEOUT_S, timeout_until(self._deadline))
+            results = await asyncio.gather(
+                *(pod.adapters.load(entry, limit_s) for pod in missing), return_exceptions=True
+            )
+            for pod, result in zip(missing, results, strict=True):
+                if isinstance(result, BaseException):
+                    self.blamed_pods.add(pod.address)
+                    raise result
+            seconds = round(time.monotonic() - began, 6)
+            self._timeline.mark("adapter", pods=[pod.name for pod in missing], load_s=seconds)
+        for pod in pods:
+            if pod.view is not None:  # the next requests of the adapter go there too
+                pod.view.warm_adapters.add(digest)
 
     async def _reserve(self, placement: Placement) -> decode_pb2.ReserveResponse:
         """Asks the decode pod for a reservation. Raises BatonError."""
@@ -394,6 +429,8 @@ class Attempt:
         if self.token_queue.complete or (self._decode_responded and self.token_queue.has_first_tokens):
             return
         self._timeline.mark("prefill_failed", pod=pod.name, error=str(error))
+        if isinstance(error, AdapterNotLoaded):
+            pod.adapters.forget(self._request.adapter)
         self.blamed_pods.add(pod.address)
         # Either side may have broken the hand-off, unless the prefill pod has no room or is gone.
         if isinstance(error, RoleChanged):

@@ -32,8 +32,9 @@ from common.pb import (
     transfer_pb2_grpc,
 )
 from common.tls import TlsFiles
-from common.types import PodLoad, Role
+from common.types import AdapterEntry, PodLoad, Role
 from common.wire import PROTOCOL_VERSION, load_from_pb
+from gateway.pods.adapters import AdapterLoader
 from gateway.pods.info import PodActivity, PodInfo
 from gateway.pods.stalls import StallFinder, StallSink, stall_bound_s
 from gateway.pods.view import PodView
@@ -77,8 +78,12 @@ class Pod:
         only_model: bool = True,
         tls: TlsFiles | None = None,
         stuck_s: float = 0.0,
+        on_adapters: Callable[[list[AdapterEntry]], None] = lambda _entries: None,
     ) -> None:
-        """`stuck_s`: least bound of a request without a message, after which it is stalled; 0 for never."""
+        """`stuck_s`: least bound of a request without a message, after which it is stalled; 0 for never.
+
+        `on_adapters` gets the pod's list of adapters when it has changed.
+        """
         self.address = address
         self.static = static  #: The address is configured, so the pod is never forgotten.
         self.info: PodInfo | None = None  #: Facts from the last answer to Info; None before the first.
@@ -102,6 +107,7 @@ class Pod:
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeStub(self._channel)
         self.control = control_pb2_grpc.ControlStub(self._channel)
+        self.adapters = AdapterLoader(self.control, lambda: self.name, on_adapters)
         self.embedding = embedding_pb2_grpc.EmbeddingStub(self._channel)
         self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
         self._sinks: dict[str, TokenSink] = {}  # by request id
@@ -123,8 +129,12 @@ class Pod:
     def serving(self) -> bool:
         """The pod takes new requests, as far as is known."""
         info = self.info
-        stays = info is not None and info.ready and not (info.draining or self.index_draining or self.terminating)
-        return self.alive and stays and not self.stalled
+        return self.alive and info is not None and info.ready and not self.leaves and not self.stalled
+
+    @property
+    def leaves(self) -> bool:
+        """The pod is about to end."""
+        return self.index_draining or self.terminating or (self.info is not None and self.info.draining)
 
     @property
     def trouble(self) -> str:
@@ -137,7 +147,7 @@ class Pod:
         info = self.info
         if not self.alive or info is None:
             return "refused" if self.refusal else "gone"
-        if info.draining or self.index_draining or self.terminating:
+        if self.leaves:
             return "draining"
         if info.stuck or self.stalled:
             return "stuck"
@@ -289,7 +299,7 @@ class Pod:
         try:
             pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
             self._require_compatible(pb)
-            self._apply_info(pb)
+            await self.adapters.refresh(pb, self._apply_info(pb))
             self.alive, self.last_answer_at, self.refusal = True, time.monotonic(), ""
             self._called_at, self._silence_s = self.last_answer_at, 0.0
         except grpc.aio.AioRpcError as e:
@@ -317,8 +327,8 @@ class Pod:
             self._on_change()
         return answered
 
-    def _apply_info(self, pb: transfer_pb2.InfoResponse) -> None:
-        """Takes over the facts and the load. A new generation or role gets a new view."""
+    def _apply_info(self, pb: transfer_pb2.InfoResponse) -> PodView:
+        """Takes over the facts and the load. Returns the view; a new generation or role gets a new one."""
         known, info = self.info, PodInfo.from_pb(pb, self.address)
         identity = (info.name, info.generation, info.role)
         if self.view is None or known is None or (known.name, known.generation, known.role) != identity:
@@ -338,6 +348,7 @@ class Pod:
         self.view.pair_troubles = {pair.pod: (pair.generation, pair.trouble) for pair in pb.pairs if pair.trouble}
         if self._reports_load:
             self.view.apply_report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
+        return self.view
 
     def on_index_load(self, load: PodLoad) -> None:
         """Takes a load report from the index. Has no effect for a pod that reports by Info, which is newer."""

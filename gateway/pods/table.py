@@ -23,6 +23,7 @@ from common.errors import IndexUnavailable, Unavailable, describe
 from common.pb import control_pb2
 from common.tls import TlsFiles
 from common.types import Role
+from gateway.pods.adapters import AdapterNames
 from gateway.pods.fitness import compare_speeds
 from gateway.pods.info import ModelLimits, PodInfo
 from gateway.pods.pod import Pod
@@ -143,6 +144,7 @@ class PodTable:
         self.pods: dict[str, Pod] = {}  #: All known pods by address, usable or not.
         self._static = tuple(static)  #: Addresses from the configuration.
         self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
+        self.adapters = AdapterNames()  #: The model's LoRA adapters by name.
         self._model = model
         self._new_pod = partial(
             Pod,
@@ -152,6 +154,7 @@ class PodTable:
             on_change=self.notify_changed,
             tls=tls,
             stuck_s=stuck_s,
+            on_adapters=self.adapters.update,
         )
         self._on_change: set[Callable[[], None]] = set()
         self._on_forget: set[Callable[[str], None]] = set()

@@ -21,6 +21,10 @@ DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001  #: A decode step, and its g
 DEFAULT_TRANSFER_RATE = 20_000.0  #: Rate at which KV is moved, in prompt tokens per second.
 DEFAULT_HAND_OFF_S, DEFAULT_PULL_S = 0.005, 0.02  #: End of a hand-off, latency of a pull, without moving KV.
 
+DEFAULT_ADAPTER_LOAD_S = 0.5  #: A pod reads a LoRA adapter from its files.
+#: A LoRA adapter goes from host memory to the device: about 100 MB at 25 GB/s, and the wait for the next step.
+ADAPTER_COPY_S = 0.01
+
 HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.
 DISK_SPEEDUP = 2.0  #: The same for the disk of a pod that has not measured it.
 DISPATCH_DELAY_S = 0.02  #: A booking made this shortly before a report may have reached the pod after it.
@@ -116,6 +120,10 @@ class PodView:
     slowness: Slowness = field(default_factory=Slowness)
     late_targets: bool = False  #: The pod computes a prompt before SetTarget says where the KV goes.
 
+    warm_adapters: set[str] = field(default_factory=set)  #: Digests of the LoRA adapters on the device.
+    held_adapters: Collection[str] = ()  #: Digests of those in host memory, as far as is known.
+    adapter_load_s: float = 0.0  #: Time to read an adapter from files; 0 until the pod has measured it.
+
     def apply_report(self, load: PodLoad, now: float) -> None:
         """Takes a load report that the pod made at `now`. A report older than the last one has no effect."""
         if now < self.reported_at:
@@ -161,6 +169,13 @@ class PodView:
         """Time to read the KV of one prompt token from the pod's disk tier."""
         rate = 0.0 if self.load is None else self.load.disk_rate
         return 1 / rate if rate > 0 else self.prefill_s_per_token / DISK_SPEEDUP
+
+    def adapter_s(self, digest: str) -> float:
+        """Returns the seconds until the pod can compute with a LoRA adapter; 0 for the base model ("")."""
+        if not digest or digest in self.warm_adapters:
+            return 0.0
+        load_s = 0.0 if digest in self.held_adapters else self.adapter_load_s or DEFAULT_ADAPTER_LOAD_S
+        return load_s + ADAPTER_COPY_S
 
     def queue_s(self, now: float) -> float:
         """Returns the seconds until the pod can start a new prompt."""

@@ -71,6 +71,7 @@ class RoutingRequest:
     inflight_hits: Mapping[str, int] = field(default_factory=dict)  #: Once its prompts are computed.
     pull_offers: Mapping[str, PullOffer] = field(default_factory=dict)  #: Pull offers by the name of the pulling pod.
     affinity: str = ""  #: Requests of equal affinity prefer the same pod; "" for none. A hint.
+    adapter: str = ""  #: Digest of the LoRA adapter; "" for the base model.
     prefix_key: bytes = b""  #: Hash of the first blocks, for RendezvousHash; empty for a prompt without a full block.
 
     def expected_hits(self) -> Mapping[str, int]:
@@ -131,6 +132,8 @@ class CostPolicy:
             for view in views
             if view.max_request_tokens >= length
         ]
+        if request.adapter:
+            scored = [(cost + view.adapter_s(request.adapter) * worth, view) for cost, view in scored]
         if request.host_hits or request.disk_hits or request.pull_offers:
             scored = [(cost + _fetch_s(request, view, hits), view) for cost, view in scored]
         # Among equal costs a pod that holds the prefix comes before one that has to pull it.
@@ -153,6 +156,8 @@ class CostPolicy:
             for view in views
             if view.max_request_tokens >= need
         ]
+        if request.adapter:
+            scored = [(cost + view.adapter_s(request.adapter), view) for cost, view in scored]
         # A whole answer takes so long that moving a conversation's KV is within the tie. So its holder comes first.
         ranked = self._rank(request, scored, prefer=hits)
         return [

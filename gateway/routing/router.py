@@ -364,6 +364,7 @@ class RoutingPlan:
             disk_hits=prompt.disk_hits,
             inflight_hits={pod: blocks * prompt.block_size for pod, blocks in inflight.items()},
             affinity=self.affinity or ("" if self.index_answered else prompt.prefix_key.hex()),
+            adapter=self.request.adapter,
             prefix_key=prompt.prefix_key,
         )
 

@@ -22,14 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from common.auth import GATEWAY, Signer
-from common.errors import (
-    BatonError,
-    Cancelled,
-    ModelNotFound,
-    Overloaded,
-    PermissionDenied,
-    Unavailable,
-)
+from common.errors import BatonError, Cancelled, Overloaded, PermissionDenied, Unavailable
 from common.settings.configs import GatewayConfig
 from common.tls import TlsFiles
 from common.tracing.tracer import TraceContext, Tracer
@@ -332,12 +325,10 @@ class Gateway:
         return await reset_prefix_caches(pods.values())
 
     def model_for(self, caller: Caller, name: str) -> ServedModel:
-        """Returns the model with this name or alias. Raises ModelNotFound, PermissionDenied."""
-        model = self.models.by_name.get(name)
-        if model is None:
-            text = f"the model {name[:200]!r} does not exist; /v1/models lists those that do"
-            raise ModelNotFound(text, field="model")
-        if not caller.may_use(name, model.name):
+        """Returns the model or adapter with this name. Raises ModelNotFound, PermissionDenied."""
+        model = self.models.by_name.get(name) or self.models.with_adapter(name)
+        names = (model.name,) if model.adapter is None else model.own_names
+        if not caller.may_use(name, *names):
             raise PermissionDenied(f"this API key may not use the model {name!r}", field="model")
         return model
 
@@ -431,6 +422,7 @@ class Gateway:
                 default_max_tokens=default_max_tokens,
                 prompt_field=prompt_field,
                 bad_words=bad_words,
+                adapter="" if model.adapter is None else model.adapter.digest,
             )
             if answer_limit is not None:
                 request = context.shorten(request, answer_limit, model.gate)
@@ -460,6 +452,9 @@ class Gateway:
         """Waits until all choices may go to the pods. Raises as Limiter.reserve and Gate.acquire do."""
         context.choices = choices
         context.timeline.set_facts(model=model.name)
+        if model.adapter is not None:
+            context.timeline.set_facts(adapter=model.adapter.name, adapter_digest=model.adapter.digest)
+            self.metrics.count_adapter(model.adapter.name)
         firsts = [choice for choice in choices if choice.sample_index == 0]
         requests = [choice.request for choice in firsts]
         prompt_tokens = sum(request.prompt_len for request in requests)

@@ -1,16 +1,20 @@
-"""The models that one gateway serves, fixed for its life. They share no pods, index scopes, tokenizers or templates."""
+"""The models that one gateway serves, fixed for its life. They share no pods, index scopes, tokenizers or templates.
+
+The LoRA adapters of a model come and go. A `ServedModel` with an adapter shares everything else with its model.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ModelNotFound
 from common.model.chat_template import ChatTemplate
 from common.model.generation import GenerationDefaults, generation_defaults
+from common.types import AdapterEntry
 from gateway.admission.gate import Gate
 from gateway.pods.table import PodTable
 from gateway.routing.router import Router
@@ -72,7 +76,13 @@ class ServedModel:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  #: For parameters that a client omits.
     reranker: Reranker | None = None  #: How pairs are judged, None if their embeddings are compared.
     text_prefixes: TextPrefixes = field(default_factory=TextPrefixes)
+    adapter: AdapterEntry | None = None  #: The LoRA adapter that a client named; None for the model itself.
     created: int = field(default_factory=lambda: int(time.time()))  # start of the gateway, in seconds since the epoch
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The names by which an API key allows it. A key for the model allows none of its adapters."""
+        return (self.name,) if self.adapter is None else (self.adapter.name, f"{self.name}:{self.adapter.name}")
 
 
 class ModelRegistry:
@@ -96,6 +106,36 @@ class ModelRegistry:
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
+
+    def with_adapter(self, name: str) -> ServedModel:
+        """Returns the model with the LoRA adapter NAME or MODEL:NAME, for a name that is not in `by_name`.
+
+        Raises ModelNotFound, also if adapters of two models have the name.
+        """
+        base, _, adapter = name.rpartition(":")
+        tried = [(self.by_name[base], adapter)] if base in self.by_name else [(model, name) for model in self._models]
+        found = [
+            replace(model, adapter=entry)
+            for model, own in tried
+            if (entry := model.pod_table.adapters.find(own)) is not None
+        ]
+        if len(found) > 1:
+            served = ", ".join(f"{model.name}:{name}" for model in found)
+            raise ModelNotFound(f"several models have an adapter {name!r}: name one of {served}", field="model")
+        if not found:
+            text = f"the model {name[:200]!r} does not exist; /v1/models lists those that do"
+            raise ModelNotFound(text, field="model")
+        return found[0]
+
+    def listed(self) -> Iterator[tuple[str, ServedModel]]:
+        """Yields each name and alias with its model, then each adapter's name."""
+        yield from self.by_name.items()
+        names = set(self.by_name)
+        for model in self._models:
+            for entry in model.pod_table.adapters.all():
+                name = entry.name if entry.name not in names else f"{model.name}:{entry.name}"
+                names.add(name)
+                yield name, replace(model, adapter=entry)
 
     @property
     def first(self) -> ServedModel:

@@ -20,6 +20,7 @@ from common.rpc import error_from_rpc, timeout_until
 from common.types import Role, SamplingParams, ValidRequest
 from common.wire import request_to_pb
 from gateway.pods.pod import Pod
+from gateway.serving.adapters import load_for
 from gateway.serving.answers import gather_or_cancel
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
@@ -95,6 +96,8 @@ class PromptRunner:
             while len(avoid) < MAX_ATTEMPTS and (pod := self._choose(model, avoid)) is not None:
                 self._tokens_sent[pod.address] += request.prompt_len
                 try:
+                    if request.adapter:
+                        await load_for(pod, model, timeout_until(deadline))
                     answer = await pod.embedding.Embed(message, timeout=timeout_until(deadline))
                     if len(answer.logits) != len(logit_ids):
                         raise NotServed("the pods of this model are of an older version, which gives no scores")
@@ -108,6 +111,9 @@ class PromptRunner:
                         raise error from e
                     avoid.add(pod.address)
                     pod.recheck()
+                except Unavailable as e:  # the pod did not load the adapter
+                    error = e
+                    avoid.add(pod.address)
                 finally:
                     self._tokens_sent[pod.address] -= request.prompt_len
         raise error

@@ -122,6 +122,7 @@ def to_valid_request(
     default_max_tokens: int | None,
     prompt_field: str,
     bad_words: Sequence[tuple[int, ...]] = (),
+    adapter: str = "",
 ) -> ValidRequest:
     """Checks a tokenized request against the model's limits and adds defaults, stop tokens and a seed.
 
@@ -131,6 +132,7 @@ def to_valid_request(
         default_max_tokens: Limit of the answer when the client sent none; None means the rest of the context.
         prompt_field: Field that errors about the prompt name.
         bad_words: Token sequences of `spec.bad_words`.
+        adapter: Digest of the LoRA adapter; "" for the base model.
     """
     length = len(prompt_ids)
     if not length:
@@ -182,6 +184,7 @@ def to_valid_request(
         salt,
         priority,
         spec.grammar,
+        adapter=adapter,
         cache_priority=spec.cache_priority,
         cache_ttl_s=spec.cache_ttl_s,
     )

@@ -21,6 +21,8 @@ _REFUSAL_MS = (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60, 75, 100
 REFUSAL_BUCKETS = (*(ms / 1e3 for ms in _REFUSAL_MS), 1.0, 5.0, 15.0, 60.0)
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
+MAX_ADAPTER_LABELS = 64  #: Names of adapters that have samples of their own.
+
 INTERNAL_OUTCOME = "internal"  #: Outcome of a request that an unexpected exception ended.
 SERVER_FAULT_OUTCOMES = frozenset({INTERNAL_OUTCOME, *SERVER_FAULTS})  #: Outcomes that are the server's fault.
 
@@ -67,6 +69,8 @@ class GatewayMetrics:
         )
         self.local_keys = m.counter("local_idempotency_keys", "Idempotency keys that Redis did not check")
         self.tenant_tokens = m.counter("tenant_tokens", "Tokens of requests with an API key", ["tenant", "kind"])
+        self._adapter_requests = m.counter("adapter_requests", "Requests with a LoRA adapter, by its name", ["adapter"])
+        self._adapters = set[str]()
         self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
         self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
         self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods found")
@@ -90,6 +94,12 @@ class GatewayMetrics:
             "exposed", "Seconds from a prompt's last chunk to its commit", LATENCY_BUCKETS
         )
         self.set_index_mode("hash")
+
+    def count_adapter(self, name: str) -> None:
+        """Counts a request with an adapter. The first MAX_ADAPTER_LABELS names are labels, later ones are "other"."""
+        if name not in self._adapters and len(self._adapters) < MAX_ADAPTER_LABELS:
+            self._adapters.add(name)
+        self._adapter_requests.labels(name if name in self._adapters else "other").inc()
 
     def watch_queue(self, waiting: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
         """Exports the queue lengths: `waiting` returns ((model,), requests in its queue) for every model."""

@@ -199,7 +199,7 @@ async def test_a_reset_that_waits_for_the_host_does_not_block_the_event_loop() -
         def cached_hashes(self) -> list[bytes]:
             return []
 
-    servicer: Any = ControlServicer(Pool(), lambda: None, None)  # type: ignore[arg-type]
+    servicer: Any = ControlServicer(Pool(), lambda: None, None, None)  # type: ignore[arg-type]
     asyncio.get_running_loop().call_later(0.01, seen.set)
     assert (await servicer.ResetPrefixCache(None, None)).cleared == 3
 

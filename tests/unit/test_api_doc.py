@@ -21,6 +21,7 @@ from gateway.api.anthropic.requests import parse_count, parse_message
 from gateway.api.docs.document import Parameter, openapi_document, parameters
 from gateway.api.docs.operations import OPERATIONS
 from gateway.api.docs.tables import CHAT, COMMON, COMPLETION, GRPC_FIELDS, grpc_fields, with_tables
+from gateway.api.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from gateway.api.openai.embeddings import EmbeddingsRequest
 from gateway.api.openai.fields import validated
 from gateway.api.openai.requests import parse_chat, parse_completion
@@ -51,6 +52,8 @@ PARSERS: dict[str, tuple[Callable[[object], Any], dict[str, Any]]] = {
         ("/v1/score", "/score"),
         (partial(validated, ScoreRequest), {"model": "m", "text_1": "Hi", "text_2": "Hi"}),
     ),
+    "/v1/load_lora_adapter": (partial(validated, LoadAdapterRequest), {"lora_name": "a", "lora_path": "a"}),
+    "/v1/unload_lora_adapter": (partial(validated, UnloadAdapterRequest), {"lora_name": "a"}),
     "/tokenize": (partial(validated, TokenizeRequest), {"prompt": "Hi"}),
     "/detokenize": (partial(validated, DetokenizeRequest), {"tokens": [1]}),
 }

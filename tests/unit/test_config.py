@@ -233,7 +233,7 @@ def test_an_engine_is_a_pod_with_more_settings() -> None:
     pod_settings, engine_settings = declared(PodConfig), declared(EngineConfig)
     for name in engine_settings.keys() & pod_settings.keys():
         assert engine_settings[name] == pod_settings[name]
-    own = {"num_blocks", "prompt_step_tokens", "max_adapters", "max_adapter_rank"}
+    own = {"num_blocks", "prompt_step_tokens", "num_states", "snapshot_blocks"}
     assert engine_settings.keys() - pod_settings.keys() == own
     assert current_names(EngineConfig, {"prompt_budget": 64}) == {"prompt_step_tokens": 64}
 

@@ -65,7 +65,7 @@ ROOMS = {
         "node",
     ],
     "pod": [
-        "gpu index limits rates requests warm_up",
+        "adapters gpu index limits rates requests warm_up",
         "role watch",
         "health metrics services",
         "rank worker",

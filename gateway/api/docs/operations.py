@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gateway.api.anthropic.requests import CountTokensRequest, MessageRequest
 from gateway.api.http.json import Json
+from gateway.api.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from gateway.api.openai.embeddings import EmbeddingsRequest
 from gateway.api.openai.fields import RequestModel
 from gateway.api.openai.requests import ChatRequest, CompletionRequest
@@ -66,6 +67,8 @@ _RERANK_SUMMARY = "Documents in the order of their relevance to a query, as at J
 _SCORE_SUMMARY = "Scores of pairs of texts, in vLLM's shape."
 _RESPONSES_SUMMARY = "Answers a conversation, in the shape of OpenAI's Responses."
 _INFO_SUMMARY = "The tokenizer's configuration and the chat template, as lm-eval reads them from vLLM."
+_LOAD_SUMMARY = "Gives a LoRA adapter a name, or another name's place, on all pods or none. For administrators."
+_UNLOAD_SUMMARY = "Takes the name from a LoRA adapter; requests that are under way finish on it. For administrators."
 RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
 _TOKENIZE_SUMMARY = "A text or a conversation as token ids, in vLLM's shape."
 
@@ -94,6 +97,8 @@ OPERATIONS: tuple[Operation, ...] = (
     _post("/v1/messages/count_tokens", "The number of tokens of a prompt.", "TokenCount", CountTokensRequest, "", 529),
     *(_post(path, _RERANK_SUMMARY, "Reranked", RerankRequest, "", 501) for path in RERANK_PATHS),
     *(_post(path, _SCORE_SUMMARY, "Scores", ScoreRequest, "", 501) for path in ("/v1/score", "/score")),
+    _post("/v1/load_lora_adapter", _LOAD_SUMMARY, "Adapter", LoadAdapterRequest),
+    _post("/v1/unload_lora_adapter", _UNLOAD_SUMMARY, "Adapter", UnloadAdapterRequest),
     _post("/tokenize", _TOKENIZE_SUMMARY, "Tokenized", TokenizeRequest),
     _post("/detokenize", "Token ids as text, special tokens included.", "Detokenized", DetokenizeRequest),
     _get("/tokenizer_info", _INFO_SUMMARY, "TokenizerInfo", 400, 401, 403, 404, model={"type": "string"}),

@@ -118,7 +118,14 @@ SCHEMAS: Json = {
         choices=_choices(text=_STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=_FINISH),
     ),
     "Model": _object(
-        {"max_model_len": _INT, "quantization": _STRING, "generation_defaults": {"type": "object"}},
+        {
+            "max_model_len": _INT,
+            "quantization": _STRING,
+            "generation_defaults": {"type": "object"},
+            "parent": _STRING,
+            "digest": _STRING,
+            "rank": _INT,
+        },
         id=_STRING,
         object=_const("model"),
         created=_INT,
@@ -126,6 +133,15 @@ SCHEMAS: Json = {
         root=_STRING,
     ),
     "ModelList": _object(object=_const("list"), data=_array(ref("Model"))),
+    "Adapter": _object(
+        {"deleted": _BOOL},
+        id=_STRING,
+        object=_const("adapter"),
+        parent=_STRING,
+        root=_STRING,
+        digest=_STRING,
+        rank=_INT,
+    ),
     "Embeddings": _object(
         object=_const("list"),
         data=_array(_object(object=_const("embedding"), index=_INT, embedding={"anyOf": [_array(_NUMBER), _STRING]})),

@@ -231,10 +231,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
         """Lists every model name and alias that the caller may use. A model without pods has no limits."""
         caller, models = self._caller(context), []
-        for name, model in self._gateway.models.by_name.items():
-            if not caller.may_use(name, model.name):
+        for name, model in self._gateway.models.listed():
+            if not caller.may_use(name, *model.own_names):
                 continue
             entry = pb.Model(id=name, root=model.name, created=model.created)
+            if model.adapter is not None:
+                entry.parent, entry.root = model.name, model.adapter.path
             if model.pod_table.ready:
                 limits = model.pod_table.limits()
                 entry.max_model_len, entry.vocab_size = limits.max_model_len, limits.vocab_size

@@ -57,7 +57,7 @@ _TURN_BYTES = 1 << 18  #: Bytes that are scanned before other tasks run.
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
 OPEN_FILES = "/dashboard/page/"  #: The files of the page at /. The data that the page shows does need a key.
 METRICS = "/metrics"
-ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _CALLER = "baton.caller"
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,164 @@
+"""LoRA adapters as a gateway sees them: what each pod has, and what an adapter's name means for a model.
+
+    pod --Info: the list has changed--> ListAdapters --> AdapterLoader.entries --> AdapterNames, the newest of all pods
+    request with a digest that the pod lacks --> AdapterLoader.load --> LoadAdapter
+
+Names are only for clients. Requests to pods have the adapter's digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import grpc
+
+from common.errors import AdapterNotLoaded, BatonError, DeadlineExceeded, Unavailable
+from common.pb import control_pb2, control_pb2_grpc, transfer_pb2
+from common.rpc import translate_rpc_errors
+from common.types import AdapterEntry
+from common.wire import adapter_from_pb, adapter_to_pb
+from gateway.pods.view import PodView
+
+LOAD_TIMEOUT_S = 30.0  #: Longest time for a pod to read an adapter.
+LIST_TIMEOUT_S = 2.0
+#: For so long the refusal of an adapter by a pod is repeated without asking the pod again.
+REFUSAL_S = 5.0
+#: Adapters of names that have other adapters now. Requests that began with them may continue on another pod.
+MAX_FORMER = 256
+
+
+class AdapterNames:
+    """The adapters of one model by name: of each name the newest meaning that a pod or this gateway knows."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, AdapterEntry] = {}  #: Removed names too.
+        self._by_digest: OrderedDict[str, AdapterEntry] = OrderedDict()
+
+    def update(self, entries: Iterable[AdapterEntry]) -> None:
+        """Takes over the meanings that are newer than the known ones."""
+        for entry in entries:
+            known = self._entries.get(entry.name)
+            if known is None or (entry.version, entry.digest) > (known.version, known.digest):
+                self._entries[entry.name] = entry
+            if entry.digest and entry.digest not in self._by_digest:
+                self._by_digest[entry.digest] = entry
+        while len(self._by_digest) > len(self._entries) + MAX_FORMER:
+            self._by_digest.popitem(last=False)
+
+    def find(self, name: str) -> AdapterEntry | None:
+        """Returns the adapter with this name."""
+        entry = self._entries.get(name)
+        return entry if entry is not None and entry.digest else None
+
+    def with_digest(self, digest: str) -> AdapterEntry | None:
+        """Returns a meaning, maybe a former one, with this digest."""
+        return self._by_digest.get(digest)
+
+    def all(self) -> list[AdapterEntry]:
+        """Returns the adapters, sorted by name."""
+        return sorted((entry for entry in self._entries.values() if entry.digest), key=lambda entry: entry.name)
+
+    def next_version(self, name: str) -> int:
+        """Returns the version of a change that is made now."""
+        known = self._entries.get(name)
+        return max(int(time.time() * 1000), 0 if known is None else known.version + 1)
+
+
+class AdapterLoader:
+    """The adapters of one pod: those that it has, and the calls that change them."""
+
+    def __init__(
+        self,
+        control: control_pb2_grpc.ControlAsyncStub,
+        name: Callable[[], str],
+        on_entries: Callable[[list[AdapterEntry]], None],
+    ) -> None:
+        """`name` returns the pod's name. `on_entries` gets the pod's list when it has changed."""
+        self.serves = False  #: The pod serves adapters.
+        self.held: set[str] = set()  #: Digests of adapters in the pod's host memory, as far as is known.
+        self._control, self._name, self._on_entries = control, name, on_entries
+        self._process = 0  #: Generation of the pod.
+        self._listed = 0  #: Number of the pod's list that was read last.
+        self._refusals: dict[str, tuple[BatonError, float]] = {}  #: By digest, with their times.
+        self._loading: dict[str, asyncio.Task[AdapterEntry]] = {}  #: By digest.
+
+    async def refresh(self, info: transfer_pb2.InfoResponse, view: PodView) -> None:
+        """Takes over the adapters of an answer to Info, and reads the list if it has changed. Never fails."""
+        self.serves = info.HasField("adapters")
+        if not self.serves:
+            return
+        if self._process != info.generation:
+            self._process, self._listed, self.held = info.generation, 0, set()
+        warm = {digest.hex() for digest in info.adapters.warm}
+        view.warm_adapters, view.held_adapters, view.adapter_load_s = warm, self.held, info.adapters.load_s
+        self.held |= warm
+        if self._listed == info.adapters.version:
+            return
+        try:
+            answer = await self._control.ListAdapters(control_pb2.ListAdaptersRequest(), timeout=LIST_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return  # the next answer to Info comes soon
+        entries = [adapter_from_pb(entry) for entry in answer.adapters]
+        self._listed = answer.version
+        self.held = view.held_adapters = warm | {entry.digest for entry in entries if entry.digest}
+        self._on_entries(entries)
+
+    def refuses(self, digest: str) -> bool:
+        """Returns whether the pod has refused this adapter lately."""
+        return self._refusal(digest) is not None
+
+    def _refusal(self, digest: str) -> BatonError | None:
+        error, at = self._refusals.get(digest, (None, 0.0))
+        return error if time.monotonic() - at < REFUSAL_S else None
+
+    async def load(self, entry: AdapterEntry, timeout_s: float) -> None:
+        """Returns once the pod has the adapter. Requests that need it at the same time share one call.
+
+        Raises AdapterNotLoaded if the pod cannot load it, Unavailable if the pod does not answer.
+        """
+        if entry.digest in self.held:
+            return
+        if (refusal := self._refusal(entry.digest)) is not None:
+            raise refusal
+        task = self._loading.get(entry.digest)
+        if task is None:
+            task = self._loading[entry.digest] = asyncio.get_running_loop().create_task(self.call_load(entry))
+            task.add_done_callback(lambda _: self._loading.pop(entry.digest))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(task)
+        except TimeoutError as e:
+            raise Unavailable(f"pod {self._name()} did not load the adapter {entry.name!r} in time") from e
+        except (Unavailable, DeadlineExceeded) as e:
+            raise Unavailable(f"pod {self._name()} did not load the adapter {entry.name!r}: {e.message}") from e
+        except BatonError as e:
+            text = f"pod {self._name()} cannot load the adapter {entry.name!r}: {e.message}"
+            error = AdapterNotLoaded(text, field="model")
+            self._refusals = {digest: known for digest, known in self._refusals.items() if self.refuses(digest)}
+            self._refusals[entry.digest] = error, time.monotonic()
+            raise error from e
+
+    async def call_load(self, entry: AdapterEntry) -> AdapterEntry:
+        """Calls LoadAdapter. Raises BatonError."""
+        if not self.serves:
+            raise AdapterNotLoaded("it serves no adapters: set --adapter-dir")
+        message = control_pb2.LoadAdapterRequest(adapter=adapter_to_pb(entry))
+        with translate_rpc_errors():
+            answer = await self._control.LoadAdapter(message, timeout=LOAD_TIMEOUT_S)
+        loaded = adapter_from_pb(answer.adapter)
+        self.held.add(loaded.digest)
+        self._refusals.pop(loaded.digest, None)
+        return loaded
+
+    async def call_unload(self, name: str, version: int) -> None:
+        """Calls UnloadAdapter. Raises BatonError."""
+        message = control_pb2.UnloadAdapterRequest(name=name, version=version)
+        with translate_rpc_errors():
+            await self._control.UnloadAdapter(message, timeout=LIST_TIMEOUT_S)
+
+    def forget(self, digest: str) -> None:
+        """The pod does not have this adapter any more."""
+        self.held.discard(digest)

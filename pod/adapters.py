@@ -1,0 +1,241 @@
+"""The LoRA adapters of one pod: their names, and the copies in host memory.
+
+    folder --load--> held, without a name --named--> listed --another version, or unloaded--> retired --> forgotten
+
+A name has one meaning at a time, an `AdapterEntry`. Requests name an adapter by its digest, so those that are under way
+elsewhere still need a version that has lost its name: the last KEEP versions stay for KEEP_S seconds. Running sequences
+hold their adapter themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+import tomllib
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.errors import AdapterNotLoaded, BatonError, ConfigError, InvalidRequest, describe
+from common.pb import transfer_pb2
+from common.types import AdapterEntry
+from engine.adapters.packed import Adapter
+from engine.adapters.peft import CONFIG, WEIGHTS
+from engine.engine import Engine
+
+#: Retired adapters that stay in memory, and the seconds for which they do: as long as a request may run.
+KEEP, KEEP_S = 16, 600.0
+#: Names of one pod, removed ones included. Gateways read the whole list after each change.
+MAX_NAMES = 1024
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+
+_log = logging.getLogger(__name__)
+
+
+class PodAdapters:
+    """The adapters of one pod. Changes on the event loop; `find`, `entries` and `state` run on any thread."""
+
+    def __init__(self, engine: Engine, directory: str | None, names: str | None, served_name: str) -> None:
+        """`directory`, `names`: the settings adapter_dir and adapter_names; without a directory there are no adapters.
+
+        Raises ConfigError if one of them cannot be read.
+        """
+        self._engine, self._served_name = engine, served_name
+        self._root = None if directory is None else Path(directory).resolve()
+        if self._root is not None and not self._root.is_dir():
+            raise ConfigError(f"adapter_dir: {directory} is not a directory", field="adapter_dir")
+        self._names = None if names is None else _read_names(Path(names))
+        self._lock = threading.Lock()
+        self._listed: dict[str, AdapterEntry] = {}
+        self._adapters: dict[str, Adapter] = {}  # Of the listed names
+        self._kept: OrderedDict[str, tuple[Adapter, float]] = OrderedDict()  # By digest, with the end of its time
+        self._version = 1  # Of the list
+        self._load_s = 0.0
+        self._loading = asyncio.Lock()  # One adapter is read at a time, which bounds the memory that reading needs
+        self.loads = {"loaded": 0, "refused": 0}  #: Reads of files since the start, by outcome
+
+    # -- at the start
+
+    def find_all(self) -> None:
+        """Loads the adapters of the settings. A sub-folder that is refused is logged and left out.
+
+        Raises ConfigError if an adapter of the file of names is refused.
+        """
+        if self._root is None:
+            return
+        for name, path in (self._names or _folders(self._root)).items():
+            try:
+                self._check_name(name)
+                folder = self._folder(path)
+                adapter, changed_ms = self._read(folder), _changed_ms(folder)
+                self._set(AdapterEntry(name, adapter.digest, adapter.rank, path, changed_ms), adapter)
+            except (BatonError, OSError) as error:
+                if self._names is not None:
+                    raise ConfigError(f"adapter_names: {name}: {describe(error)}", field="adapter_names") from error
+                _log.error("adapter %s is left out: %s", name, describe(error))
+
+    # -- changes
+
+    async def load(self, asked: AdapterEntry) -> AdapterEntry:
+        """Loads an adapter to the host, and gives it its name if `asked` has a version. See LoadAdapter.
+
+        Raises InvalidRequest for a bad name or path, ConfigError if the adapter is refused, AdapterNotLoaded if its
+        digest is another one. Nothing is changed then.
+        """
+        self._check_name(asked.name)
+        async with self._loading:
+            held = self._held(asked.digest)
+            if held is None:
+                began = time.monotonic()
+                held = await asyncio.to_thread(self._read, self._folder(asked.path))
+                self._load_s = time.monotonic() - began
+                if asked.digest not in ("", held.digest):
+                    text = f"the files of {asked.path!r} have changed: their digest is {held.digest}"
+                    raise AdapterNotLoaded(f"{text}, expected {asked.digest}", field="adapter")
+            entry = AdapterEntry(asked.name, held.digest, held.rank, self._relative(asked.path), asked.version)
+            if asked.version:
+                self._set(entry, held)
+            else:
+                with self._lock:
+                    self._keep(held)
+        return entry
+
+    def unload(self, name: str, version: int) -> None:
+        """Takes a name from its adapter, unless it has a newer version. A pod without the name remembers it too."""
+        with self._lock:
+            known = self._listed.get(name)
+            if known is None or known.version < version:
+                self._replace(AdapterEntry(name, "", version=version), None)
+        _log.info("adapter %s was unloaded", name)
+
+    def _set(self, entry: AdapterEntry, adapter: Adapter) -> None:
+        with self._lock:
+            known = self._listed.get(entry.name)
+            if known is not None and known.version >= entry.version:
+                self._keep(adapter)
+                return
+            self._replace(entry, adapter)
+        _log.info("adapter %s: %s, digest %s", entry.name, entry.path, entry.digest)
+
+    def _replace(self, entry: AdapterEntry, adapter: Adapter | None) -> None:
+        """Gives a name its new meaning. Under the lock. Raises InvalidRequest if there are too many names."""
+        if entry.name not in self._listed and len(self._listed) >= MAX_NAMES:
+            removed = [known for known in self._listed.values() if not known.digest]
+            if not removed:
+                raise InvalidRequest(f"the pod has {MAX_NAMES} names of adapters already", field="lora_name")
+            del self._listed[min(removed, key=lambda known: known.version).name]
+        former = self._adapters.pop(entry.name, None)
+        if former is not None:
+            self._keep(former)
+        if adapter is not None:
+            self._adapters[entry.name] = adapter
+        self._listed[entry.name] = entry
+        self._version += 1
+
+    def _keep(self, adapter: Adapter) -> None:
+        """Keeps an adapter without a name for a while. Under the lock."""
+        now = time.monotonic()
+        self._kept[adapter.digest] = adapter, now + KEEP_S
+        self._kept.move_to_end(adapter.digest)
+        while self._kept and (len(self._kept) > KEEP or next(iter(self._kept.values()))[1] <= now):
+            self._kept.popitem(last=False)
+
+    # -- look-up
+
+    def find(self, digest: str) -> Adapter:
+        """Returns the adapter with this digest. Raises AdapterNotLoaded if the pod lacks it."""
+        if self._root is None:
+            raise AdapterNotLoaded("the pod serves no adapters: set --adapter-dir", field="adapter")
+        return self._engine.find_adapter(digest)
+
+    def entries(self) -> tuple[list[AdapterEntry], int]:
+        """Returns the meanings of all names, removed ones too, and the number of the list."""
+        with self._lock:
+            return list(self._listed.values()), self._version
+
+    def state(self) -> transfer_pb2.Adapters | None:
+        """Returns the part of Info that gateways need; None if the pod serves no adapters."""
+        if self._root is None:
+            return None
+        slots, _ = self._engine.adapter_slots()
+        warm = [bytes.fromhex(adapter.digest) for adapter in slots if adapter is not None]
+        return transfer_pb2.Adapters(version=self._version, warm=warm, load_s=self._load_s)
+
+    def counts(self) -> Mapping[str, int]:
+        """Returns the numbers of adapters: with a name, retired, and on the device."""
+        slots, _ = self._engine.adapter_slots()
+        on_device = sum(adapter is not None for adapter in slots)
+        with self._lock:
+            retired = self._kept.keys() - {adapter.digest for adapter in self._adapters.values()}
+            return {"named": len(self._adapters), "retired": len(retired), "device": on_device}
+
+    # -- files
+
+    def _held(self, digest: str) -> Adapter | None:
+        try:
+            return self.find(digest) if digest else None
+        except AdapterNotLoaded:
+            return None
+
+    def _folder(self, path: str) -> Path:
+        """Returns the real path of a folder below the adapter directory. Raises InvalidRequest."""
+        if self._root is None:
+            raise AdapterNotLoaded("the pod serves no adapters: set --adapter-dir", field="adapter")
+        try:
+            folder = (self._root / path).resolve()
+        except (OSError, ValueError) as error:  # a loop of links, or a zero byte
+            raise InvalidRequest(f"lora_path {path!r} is not a path", field="lora_path") from error
+        if folder == self._root or not folder.is_relative_to(self._root):
+            raise InvalidRequest(f"lora_path {path!r} is not below the adapter directory", field="lora_path")
+        if not folder.is_dir():
+            raise InvalidRequest(f"lora_path {path!r}: the adapter directory has no such folder", field="lora_path")
+        return folder
+
+    def _read(self, folder: Path) -> Adapter:
+        try:
+            adapter = self._engine.adapters.read(folder)
+        except BatonError:
+            self.loads["refused"] += 1
+            raise
+        self.loads["loaded"] += 1
+        return adapter
+
+    def _relative(self, path: str) -> str:
+        """Returns an absolute path relative to the adapter directory, so that it means the same on other pods."""
+        found = Path(path).resolve() if Path(path).is_absolute() else None
+        below = found is not None and self._root is not None and found.is_relative_to(self._root)
+        return str(found.relative_to(self._root)) if found is not None and self._root is not None and below else path
+
+    def _check_name(self, name: str) -> None:
+        if not ADAPTER_NAME.fullmatch(name):
+            expected = "expected up to 128 letters, digits and . _ - /, a letter or digit first"
+            raise InvalidRequest(f"lora_name is {name[:200]!r}: {expected}", field="lora_name")
+        if name == self._served_name:
+            raise InvalidRequest(f"lora_name is {name!r}, the name of the base model", field="lora_name")
+
+
+def _folders(root: Path) -> dict[str, str]:
+    """Returns the sub-folders that look like adapters, by their names."""
+    return {path.name: path.name for path in sorted(root.iterdir()) if (path / CONFIG).is_file()}
+
+
+def _changed_ms(folder: Path) -> int:
+    """Returns the time of the last change of an adapter's files, in milliseconds since the epoch."""
+    return max((folder / file).stat().st_mtime_ns for file in (CONFIG, WEIGHTS)) // 1_000_000
+
+
+def _read_names(file: Path) -> dict[str, str]:
+    """Reads a file of names. Raises ConfigError."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        found: Any = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"adapter_names: {file} cannot be read: {describe(error)}", field="adapter_names") from error
+    if not isinstance(found, dict) or not all(isinstance(path, str) for path in found.values()):
+        raise ConfigError(f"adapter_names: {file}: expected NAME = 'FOLDER' only", field="adapter_names")
+    return found
