@@ -135,8 +135,11 @@ class GroupedBlockPool(BlockPool):
 
     def pages_for(self, num_tokens: int) -> int:
         blocks = super().pages_for(num_tokens)
-        # A window group needs the blocks before the newest boundary, the one being filled and the next one.
-        return blocks + sum(min(blocks, tail + 2) for tail in self.tails)
+        return blocks + sum(self._window_pages_for(blocks, tail) for tail in self.tails)
+
+    def _window_pages_for(self, num_blocks: int, tail: int) -> int:
+        """Returns the most pages of a window group that a sequence of so many blocks needs at once."""
+        return min(num_blocks, tail + 2)  # before the newest boundary, the block being filled and the next one
 
     @property
     def max_tokens(self) -> int:
@@ -167,9 +170,13 @@ class GroupedBlockPool(BlockPool):
             tables = self._tail_tables(hashes, count)
             tail_pages = [page for table in tables for page in table if page != NO_PAGE]
             need = total_blocks - count
-            soon = sum(min(need, tail + 2) for tail in self.tails)
-            evictable = self._cache.count_evictable(cached) + self._cache.count_evictable(tail_pages)
-            if not self._can_allocate(keep_free * self.pages_per_block + need + soon + evictable):
+            room = keep_free * self.pages_per_block + need + self._cache.count_evictable(cached)
+            for tail, table in zip(self.tails, tables, strict=True):
+                # Window pages to come, and idle matched ones. Matched pages are released as the window moves on, so both
+                # together are never more than a sequence without a prefix needs: then a request that fits is admitted.
+                taken = min(need, tail + 2) + self._cache.count_evictable(table)
+                room += min(taken, self._window_pages_for(total_blocks, tail))
+            if not self._can_allocate(room):
                 return None
             self._acquire(cached, self._holds)
             self._acquire(tail_pages, self._holds)
@@ -305,24 +312,25 @@ class GroupedLease(Lease):
     def cover_transfer(self, order: PageOrder) -> bool:
         """Gives the window groups the pages that another pod writes, and releases older ones.
 
-        Returns False, and changes nothing, if too few are available. Nothing may have been computed in the lease yet.
+        Returns False, without new pages, if too few are available. Nothing may have been computed in the lease yet.
         """
         pool = self._pool
         with pool.lock:
             self._require_live()
-            groups = list(zip(self.window_tables, order.window_starts, strict=True))
-            missing = [order.num_blocks - max(start, len(table)) for table, start in groups]
+            missing: list[int] = []
+            for group, (table, start) in enumerate(zip(self.window_tables, order.window_starts, strict=True)):
+                dead = range(self.first_live[group], min(start, len(table)))
+                pool._release([table[i] for i in dead], pool._holds)  # no step has used them for this lease
+                table[dead.start : dead.stop] = [NO_PAGE] * len(dead)
+                table.extend([NO_PAGE] * (start - len(table)))
+                self.first_live[group] = max(start, self.first_live[group])
+                missing.append(order.num_blocks - len(table))
             if not pool._can_allocate(sum(missing)):
                 return False
             pages = pool._allocate(sum(missing))
-            for group, (table, start) in enumerate(groups):
-                dead = range(self.first_live[group], min(start, len(table)))
-                pool._release_after_steps([table[i] for i in dead])
-                table[dead.start : dead.stop] = [NO_PAGE] * len(dead)
-                table.extend([NO_PAGE] * (start - len(table)))
-                table.extend(pages[: missing[group]])
-                del pages[: missing[group]]
-                self.first_live[group] = max(start, self.first_live[group])
+            for table, count in zip(self.window_tables, missing, strict=True):
+                table.extend(pages[:count])
+                del pages[:count]
             return True
 
     def _pages(self, first: int, count: int, window_starts: Sequence[int]) -> list[int]:
