@@ -288,9 +288,10 @@ class GroupedLease(Lease):
             for group, (table, window) in enumerate(zip(self.window_tables, pool.windows, strict=True)):
                 first = min(first_live_block(start, window, size), self.num_published)
                 for i in range(self.first_live[group], min(first, len(table))):
-                    if i >= self.cached_blocks and not any(
-                        b - pool.tails[group] <= i < b for b in self.kept_boundaries
-                    ):
+                    kept = any(b - pool.tails[group] <= i < b for b in self.kept_boundaries)
+                    if kept:
+                        pool._cache.promote(table[i])  # another sequence with the same block may not keep it
+                    elif i >= self.cached_blocks:
                         pool._cache.demote(table[i])
                     released.append(table[i])
                     table[i] = NO_PAGE
@@ -367,6 +368,7 @@ class GroupedLease(Lease):
         with self._pool.lock:
             other.window_tables = [table[:shared] for table in self.window_tables]
             other.first_live = [min(first, shared) for first in self.first_live]
+            other.kept_boundaries = self.kept_boundaries
             self._pool._acquire(other._window_pages(0), self._pool._holds)
         return other
 

@@ -309,6 +309,22 @@ def test_the_end_of_a_prompt_outlives_other_window_pages() -> None:
     assert pool.match_prefix(_hashes(40)) < 10
 
 
+def test_samples_keep_the_end_of_their_prompt() -> None:
+    pool = GroupedBlockPool(60, 4, (8,))
+    first = run(pool, 40)
+    samples = [first, require_window_groups(first.fork(10))]
+    for lease, seed in zip(samples, (1, 2), strict=True):  # 40 more tokens each, so that the prompt leaves the window
+        hashes = [*_hashes(40), *(bytes([seed, i]).ljust(16, b"\0") for i in range(10))]
+        for start in range(40, 80, 4):
+            assert lease.grow()
+            assert lease.cover(start, start + 4)
+            lease.publish(hashes[: start // 4 + 1])
+    for lease in samples:
+        lease.finish("done")
+    assert pool.lease([], pool.counts().free + 12) is not None  # evicts window pages in the middle of both answers
+    assert pool.match_prefix(_hashes(40)) == 10
+
+
 def test_a_hit_ends_where_the_window_pages_are() -> None:
     pool = GroupedBlockPool(60, 4, (8,))
     run(pool, 40).finish("done")
