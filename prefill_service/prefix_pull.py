@@ -137,6 +137,6 @@ class PrefixPuller:
             lease.finish("pulled")
 
     def _observe(self, got: PullResult, seconds: float) -> None:
-        moved = got.blocks * self._pod.engine.layout.block_bytes
+        moved = got.blocks * self._pod.engine.layout.all_ranks_bytes
         self._pod.rates.observe_pull(seconds, moved / (got.gb_s * 1e9) if got.gb_s > 0 else 0.0)
         self._pod.metrics.pulled_blocks.inc(got.blocks)
