@@ -94,7 +94,7 @@ class PodRuntime:
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
             block_size=engine.layout.block_size,
-            num_blocks=engine.pool.max_tokens // engine.layout.block_size,
+            num_blocks=engine.pool.blocks_that_fit(engine.pool.num_blocks),
             find_adapter=engine.find_adapter,
         )
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
@@ -223,7 +223,7 @@ class PodRuntime:
             fingerprint=layout.fingerprint,
             block_size=layout.block_size,
             max_model_len=self.engine.max_model_len,
-            num_blocks=self.engine.pool.num_blocks,
+            num_blocks=self.engine.pool.blocks_that_fit(self.engine.pool.num_blocks),
         )
         device, host = self.engine.pool.cached_hashes, self.engine.pool.host_hashes
         self._index = self._cache_events.index = IndexPublisher(redis, record, device, self.load, host_snapshot=host)
@@ -461,7 +461,7 @@ class PodRuntime:
             running=stats.running,
             waiting=stats.waiting,
             reserved=max(0, self.requests.num_sequences - stats.running - stats.waiting),
-            free_blocks=self.engine.pool.num_available(),
+            free_blocks=self.engine.pool.blocks_that_fit(self.engine.pool.num_available()),
             draining=self.lifecycle.draining,
             prefill_rate=prefill_rate,
             prefill_overhead_s=prefill_overhead_s,

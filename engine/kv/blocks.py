@@ -121,10 +121,14 @@ class BlockPool:
         """Returns the number of blocks that a sequence of `num_tokens` tokens needs."""
         return -(-num_tokens // self.block_size)
 
+    def blocks_that_fit(self, num_pages: int) -> int:
+        """Returns the blocks of the longest sequence that fits in so many pages: with KV groups they are fewer."""
+        return num_pages
+
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that fits."""
-        return self.num_blocks * self.block_size
+        return self.blocks_that_fit(self.num_blocks) * self.block_size
 
     def lease(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 
 from common.block_hash import HASH_BYTES
 from common.errors import InternalError
-from common.kv_groups import PageOrder, first_live_block, tail_blocks
+from common.kv_groups import PageOrder, blocks_that_fit, first_live_block, tail_blocks
 from common.kv_layout import KVLayout
 from engine.kv.blocks import BlockCopy, BlockPin, BlockPool, Lease
 from engine.kv.eviction import Retention
@@ -141,11 +141,8 @@ class GroupedBlockPool(BlockPool):
         """Returns the most pages of a window group that a sequence of so many blocks needs at once."""
         return min(num_blocks, tail + 2)  # before the newest boundary, the block being filled and the next one
 
-    @property
-    def max_tokens(self) -> int:
-        blocks = self.num_blocks // self.pages_per_block  # fits; more may fit if windows are full
-        blocks = max(blocks, self.num_blocks - sum(tail + 2 for tail in self.tails))
-        return blocks * self.block_size
+    def blocks_that_fit(self, num_pages: int) -> int:
+        return blocks_that_fit(num_pages, self.tails)
 
     def lease(
         self,
@@ -172,8 +169,8 @@ class GroupedBlockPool(BlockPool):
             need = total_blocks - count
             room = keep_free * self.pages_per_block + need + self._cache.count_evictable(cached)
             for tail, table in zip(self.tails, tables, strict=True):
-                # Window pages to come, and idle matched ones. Matched pages are released as the window moves on, so both
-                # together are never more than a sequence without a prefix needs: then a request that fits is admitted.
+                # Window pages to come, and idle matched ones, which are released as the window moves on: both together
+                # never more than a sequence without a prefix needs. Else a prompt that fits would wait forever.
                 taken = min(need, tail + 2) + self._cache.count_evictable(table)
                 room += min(taken, self._window_pages_for(total_blocks, tail))
             if not self._can_allocate(room):
