@@ -109,6 +109,7 @@ class PodRuntime:
             address=lambda: self.address,
             lend=self._lend,
             count_pages=engine.pool.prefix_pages,
+            count_held=engine.pool.lendable_blocks,
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
             tls=tls,

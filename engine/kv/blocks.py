@@ -180,6 +180,11 @@ class BlockPool:
         """Returns the number of pages in which a prefix of blocks is lent to another pod: more with KV groups."""
         return num_blocks
 
+    def lendable_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Returns the length of the longest prefix of `hashes` that another pod can get from the pool, in blocks."""
+        with self.lock:
+            return len(self._cache.match(hashes))
+
     def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
         """Pins for a reader the longest prefix of `hashes` in the pool, from block `first` on; None without blocks."""
         with self.lock:

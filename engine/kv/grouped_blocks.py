@@ -186,6 +186,9 @@ class GroupedBlockPool(BlockPool):
         with self.lock:
             return self._cache.num_usable(hashes[: len(self._cache.match(hashes))], self.tails)
 
+    def lendable_blocks(self, hashes: Sequence[bytes]) -> int:
+        return self.match_prefix(hashes)
+
     def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
         """Pins for a reader the pages of the prefix from page number `first` on (PageOrder), or none of them."""
         count = len(hashes)

@@ -225,6 +225,7 @@ class TestPulls:
             check(reference, r, answer)
 
     async def test_a_boundary_without_window_pages_is_computed(self, windowed: tuple[Path, Any]) -> None:
+        """A decode pod got the window pages of no boundary but the last."""
         path, reference = windowed
         async with Cluster.start(path, prefill=2, **BOTH) as cluster:
             puller, holder = cluster.prefills[1], cluster.decode
@@ -235,6 +236,22 @@ class TestPulls:
             answer = await cluster.generate(r, prefill=puller, pull=holder.holds(6), remote_only=True)
             check(reference, r, answer)
             assert puller.counted("pulls") == {("refused", "absent"): 1}
+            assert puller.counted("pulls_asked") == {(): 1}
+
+    async def test_a_shorter_prefix_is_pulled_where_the_window_pages_are(self, windowed: tuple[Path, Any]) -> None:
+        path, reference = windowed
+        async with Cluster.start(path, prefill=2, **BOTH) as cluster:
+            puller, holder = cluster.prefills[1], cluster.decode
+            base = prompt(50, seed=12)
+            for length in (25, 50):  # the holder can send 6 or 12 of these blocks
+                r = asked(base[:length], 2)
+                await cluster.generate(r, prefill=cluster.prefill, remote_only=True)
+                await holder.settled()
+            r = asked([*base[:40], *prompt(7, seed=13)])
+            answer = await cluster.generate(r, prefill=puller, pull=holder.holds(10), remote_only=True)
+            check(reference, r, answer)
+            assert puller.counted("pulls") == {("done", "part"): 1}
+            assert puller.counted("pulled_blocks") == {(): PageOrder.of_prefix(layout_of(holder), 6).num_pages}
 
 
 async def test_pods_with_and_without_groups_refuse_each_other(windowed: tuple[Path, Any]) -> None:
