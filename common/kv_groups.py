@@ -68,6 +68,20 @@ def first_live_block(start: int, window: int, block_size: int) -> int:
     return max(0, start // block_size - tail_blocks(window, block_size))
 
 
+def window_tails(layout: KVLayout) -> tuple[int, ...]:
+    """Returns `tail_blocks` of each window group; () without groups."""
+    return tuple(tail_blocks(group.window, layout.block_size) for group in layout.groups[1:])
+
+
+def blocks_that_fit(num_pages: int, tails: Sequence[int]) -> int:
+    """Returns the blocks of the longest sequence that certainly fits in pages; all of them without groups.
+
+    `tails` as in `window_tails`. A sequence needs a full page for each block. A window group needs at most the pages of
+    its tail, one for the block that is being filled, and one for the next.
+    """
+    return max(num_pages // (1 + len(tails)), num_pages - sum(tail + 2 for tail in tails))
+
+
 @dataclass(frozen=True, slots=True)
 class PageOrder:
     """The pages of a sequence's first blocks that another pod needs, and their order in a transfer.
@@ -97,9 +111,7 @@ class PageOrder:
     @classmethod
     def _of(cls, layout: KVLayout, num_blocks: int, boundary: int) -> PageOrder:
         """Returns the order for `num_blocks` blocks; the window groups have pages from their tail at `boundary` on."""
-        size = layout.block_size
-        tails = (tail_blocks(group.window, size) for group in layout.groups[1:])
-        return cls(num_blocks, tuple(max(0, boundary - tail) for tail in tails))
+        return cls(num_blocks, tuple(max(0, boundary - tail) for tail in window_tails(layout)))
 
     @property
     def num_pages(self) -> int:

@@ -174,6 +174,11 @@ class KVLayout:
         return max(heads, segments[-1].end if segments[-1].head_dimension is None else 0)
 
     @property
+    def all_ranks_bytes(self) -> int:
+        """Bytes of one page with the kv heads of all ranks, each once: the same for pods of all sizes."""
+        return replace(self, tensor_parallel=1).block_bytes
+
+    @property
     def fingerprint(self) -> str:
         """Hash of the layout, 32 hex digits, equal in every process.
 

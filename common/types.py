@@ -217,7 +217,7 @@ class PodLoad:
     running: int = 0  # Sequences in the engine's steps.
     waiting: int = 0  # Sequences in the engine's queue.
     reserved: int = 0  # Sequences that wait for their KV from a prefill pod.
-    free_blocks: int = 0  # Blocks that are free or evictable.
+    free_blocks: int = 0  # Blocks that one more sequence can have; without KV groups all that are free or evictable.
     draining: bool = False
     prefill_rate: float = 0.0  # Prompt tokens per second in full steps.
     prefill_overhead_s: float = 0.0  # Fixed time that each prompt takes beyond its tokens.

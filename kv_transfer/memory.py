@@ -66,6 +66,13 @@ class PoolMemory(PeerMemory):
     write_block: Callable[[int, bytes], None]
     #: The pool as a tensor, uint8 [total_blocks, block_bytes], for copies of device memory. None for host memory.
     tensor: Any = None
+    #: Bytes of a block on all ranks of the pod, which counters and rates count. 0: this process has the whole block.
+    all_ranks_bytes: int = 0
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of a block in counters and rates. Pods of different sizes count the same block alike."""
+        return self.all_ranks_bytes or self.block_bytes
 
 
 def whole_checksums(memory: PoolMemory, blocks: Sequence[int]) -> list[int]:

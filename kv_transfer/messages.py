@@ -84,6 +84,7 @@ class PullResult:
     blocks: int  #: This many of the wanted blocks, from the first on, are complete.
     reason: str  #: "none", or the reason why some are missing.
     gb_s: float  #: Rate at which the holder lately wrote to this pod, in 1e9 bytes per second; 0 while unknown.
+    held: int = 0  #: If `blocks` is 0: blocks of the longest prefix that the holder would send.
 
 
 @dataclass(frozen=True, slots=True)

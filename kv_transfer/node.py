@@ -72,6 +72,8 @@ class TransferNode:
     lend: LendCallback = lambda _hashes, _first: None  #: Pins cached blocks for a pod that pulls them.
     #: Returns the pages in which a prefix of so many blocks is lent: more with KV groups.
     count_pages: Callable[[int], int] = lambda num_blocks: num_blocks
+    #: Returns the blocks of the longest prefix of these hashes that `lend` pins as a whole.
+    count_held: Callable[[Sequence[bytes]], int] = lambda _hashes: 0
     checksums: bool = False  #: The commit carries a CRC-32 of every block, and the receiver compares them.
     allow_tcp: bool = False  #: KV in GPU memory may travel over TCP or an unknown transport.
     write_limits: WriteLimits | None = None  #: Sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory.
@@ -102,7 +104,9 @@ class TransferNode:
         )
         sides = (self._incoming, self._outgoing, self.lend)
         self.servicer = TransferServicer(
-            *(thread, *sides, self._pairs, memory, info, self.signer, self._dropped, clock, self.count_pages)
+            *(thread, *sides, self._pairs, memory, info, self.signer, self._dropped, clock),
+            count_pages=self.count_pages,
+            count_held=self.count_held,
         )
 
     @property

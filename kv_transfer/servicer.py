@@ -73,6 +73,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     dropped: DroppedMessages
     clock: Callable[[], float]
     count_pages: Callable[[int], int] = lambda num_blocks: num_blocks  #: See TransferNode.
+    count_held: Callable[[Sequence[bytes]], int] = lambda _hashes: 0  #: See TransferNode.
 
     def __post_init__(self) -> None:
         self._writers: dict[str, transfer_pb2.InfoResponse] = {}  #: By pod; the writer with the newest call is the last
@@ -182,7 +183,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._require_running()
         timeout_s = min(request.timeout_s, remaining_s(context, _CALL_S))
         blocks, reason = self._lend(request.request_id, target, request.hashes, timeout_s)
-        return transfer_pb2.PullResponse(blocks=blocks, reason=reason, gb_s=self.pairs.get(pod).gb_s)
+        held = self.count_held(request.hashes) if reason == "absent" and not blocks else 0
+        return transfer_pb2.PullResponse(blocks=blocks, reason=reason, gb_s=self.pairs.get(pod).gb_s, held=held)
 
     def _lend(self, request_id: str, target: KvTarget, hashes: Sequence[bytes], timeout_s: float) -> tuple[int, str]:
         """Pushes cached blocks. Returns their number and "none", or why some are missing: leaving, busy or absent.
@@ -191,9 +193,11 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         Raises InvalidRequest if hashes and target do not match.
         """
         first, wanted = target.first_block, len(target.blocks)
-        if not wanted or self.count_pages(len(hashes)) != first + wanted or any(len(h) != HASH_BYTES for h in hashes):
-            expected = f"hashes of {HASH_BYTES} bytes for {first + wanted} blocks"
-            raise InvalidRequest(f"{len(hashes)} hashes for {wanted} blocks: expected {expected}", field="hashes")
+        if any(len(h) != HASH_BYTES for h in hashes):
+            raise InvalidRequest(f"a hash has not {HASH_BYTES} bytes", field="hashes")
+        if not wanted or (pages := self.count_pages(len(hashes))) != first + wanted:
+            target_end = f"the target has {wanted} blocks and ends at block {first + wanted}"
+            raise InvalidRequest(f"{target_end}, but {len(hashes)} hashes need {pages} blocks", field="hashes")
         if self.leaving or len(self.loans) >= MAX_LOANS:
             return 0, "leaving" if self.leaving else "busy"
         pin = self.lend(hashes, first)

@@ -106,6 +106,7 @@ def pool_memory(kv: KVPool) -> PoolMemory:
         read_block=kv.read_block,
         write_block=kv.write_block,
         tensor=kv.data if kv.data.device.type == "cuda" else None,
+        all_ranks_bytes=kv.layout.all_ranks_bytes,
     )
 
 

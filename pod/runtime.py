@@ -96,7 +96,7 @@ class PodRuntime:
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
             block_size=engine.layout.block_size,
-            num_blocks=engine.pool.max_tokens // engine.layout.block_size,
+            num_blocks=engine.pool.blocks_that_fit(engine.pool.num_blocks),
             find_adapter=adapters.find,
         )
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
@@ -111,6 +111,7 @@ class PodRuntime:
             address=lambda: self.address,
             lend=self._lend,
             count_pages=engine.pool.prefix_pages,
+            count_held=engine.pool.lendable_blocks,
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
             tls=tls,
@@ -224,7 +225,7 @@ class PodRuntime:
             fingerprint=layout.fingerprint,
             block_size=layout.block_size,
             max_model_len=self.engine.max_model_len,
-            num_blocks=self.engine.pool.num_blocks,
+            num_blocks=self.engine.pool.blocks_that_fit(self.engine.pool.num_blocks),
         )
         pool = self.engine.pool
         self._index = self._cache_events.index = IndexPublisher(
@@ -467,7 +468,7 @@ class PodRuntime:
             running=stats.running,
             waiting=stats.waiting,
             reserved=max(0, self.requests.num_sequences - stats.running - stats.waiting),
-            free_blocks=self.engine.pool.num_available(),
+            free_blocks=self.engine.pool.blocks_that_fit(self.engine.pool.num_available()),
             draining=self.lifecycle.draining,
             prefill_rate=prefill_rate,
             prefill_overhead_s=prefill_overhead_s,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from common.errors import BatonError, DeadlineExceeded
 from common.kv_groups import PageOrder
@@ -86,31 +87,54 @@ class PrefixPuller:
     async def _pull(
         self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
     ) -> tuple[str, str]:
-        """Returns the outcome and its reason. Raises BatonError."""
-        pod, pool = self._pod, self._pod.engine.pool
+        """Returns the outcome and its reason. Raises BatonError.
+
+        A holder with KV groups may have full pages of the whole prefix, but window pages of shorter ones only. It then
+        tells the longest of these, which is pulled if that is still worth it.
+        """
+        pool = self._pod.engine.pool
         cached = pool.match_prefix(hashes)
         if cached == len(hashes):
             return "skipped", "held"
-        tokens = (len(hashes) - cached) * pool.block_size
-        compute_s, limit_s = pod.rates.prefill_s(tokens), pull_time_limit_s(pod.rates, tokens)
-        if hint.seconds >= (compute_s or limit_s):
+        limit_s = self._worthwhile_s(len(hashes) - cached, hint)
+        if not limit_s:
             return "skipped", "dear"
-        if pod.engine.scheduler.waits_for_blocks:
+        if self._pod.engine.scheduler.waits_for_blocks:
             return "skipped", "no_room"
-        began, limit_s = time.monotonic(), min(deadline_s, limit_s)
+        until = time.monotonic() + min(deadline_s, limit_s)
+        outcome, reason, held = await self._ask_holder(request_id, hashes, hint, until)
+        if outcome != "refused" or not cached < held < len(hashes) or not self._worthwhile_s(held - cached, hint):
+            return outcome, reason
+        outcome, reason, _ = await self._ask_holder(request_id, hashes[:held], hint, until)
+        return outcome, "part" if outcome == "done" else reason
+
+    def _worthwhile_s(self, num_blocks: int, hint: prefill_pb2.PullHint) -> float:
+        """Returns the most seconds that a pull of blocks may take; 0 if computing them is predicted to be faster."""
+        rates, tokens = self._pod.rates, num_blocks * self._pod.engine.pool.block_size
+        limit_s = pull_time_limit_s(rates, tokens)
+        return limit_s if hint.seconds < (rates.prefill_s(tokens) or limit_s) else 0.0
+
+    async def _ask_holder(
+        self, request_id: str, hashes: Sequence[bytes], hint: prefill_pb2.PullHint, until: float
+    ) -> tuple[str, str, int]:
+        """Pulls a prefix in one call to the holder, until a time of time.monotonic().
+
+        Returns the outcome, its reason, and the blocks that a holder that sends nothing would send. Raises BatonError.
+        """
+        pod, pool = self._pod, self._pod.engine.pool
         lease = await retry_while(
             lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
             lambda lease: lease is None and pool.copies_pending(),
         )
         if lease is None:
-            return "skipped", "no_room"
+            return "skipped", "no_room", 0
         try:
             first = lease.cached_blocks
             if first == len(hashes):
-                return "skipped", "held"
+                return "skipped", "held", 0
             order = PageOrder.of_prefix(pod.engine.layout, len(hashes))
             if not lease.cover_transfer(order):
-                return "skipped", "no_room"
+                return "skipped", "no_room", 0
             asked, pin = time.monotonic(), lease.pin_for_write(first, len(hashes) - first, order.window_starts)
             wanted = WantedBlocks(
                 request_id=request_id,
@@ -118,7 +142,7 @@ class PrefixPuller:
                 first_block=order.first_page(first),
                 blocks=pin.blocks,
                 pin=pin,
-                timeout_s=max(0.0, limit_s - (asked - began)),
+                timeout_s=max(0.0, until - asked),
             )
             pod.metrics.pulls_asked.inc()
             try:
@@ -130,13 +154,13 @@ class PrefixPuller:
             complete = order.block_at(wanted.first_block + got.blocks)
             lease.publish(hashes[: first if complete is None else complete])
             if not got.blocks:
-                return "refused", got.reason
+                return "refused", got.reason, got.held
             self._observe(got, time.monotonic() - asked)
-            return "done", "all" if got.blocks == len(pin.blocks) else "part"
+            return "done", "all" if got.blocks == len(pin.blocks) else "part", 0
         finally:
             lease.finish("pulled")
 
     def _observe(self, got: PullResult, seconds: float) -> None:
-        moved = got.blocks * self._pod.engine.layout.block_bytes
+        moved = got.blocks * self._pod.engine.layout.all_ranks_bytes
         self._pod.rates.observe_pull(seconds, moved / (got.gb_s * 1e9) if got.gb_s > 0 else 0.0)
         self._pod.metrics.pulled_blocks.inc(got.blocks)

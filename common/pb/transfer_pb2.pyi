@@ -247,7 +247,7 @@ class InfoResponse(_message.Message):
     max_model_len: _builtins.int
     """Longest prompt plus output in tokens."""
     num_blocks: _builtins.int
-    """Blocks in the pool."""
+    """Blocks in the pool; with KV groups, pages."""
     vocab_size: _builtins.int
     """Vocabulary size."""
     pid: _builtins.int
@@ -520,7 +520,7 @@ class Load(_message.Message):
     reserved: _builtins.int
     """Sequences with reserved blocks that wait for their KV, or whose KV a peer still reads."""
     free_blocks: _builtins.int
-    """Free and evictable blocks."""
+    """Blocks that one more sequence can have: the free and evictable ones. With KV groups they are fewer than the pages."""
     prefill_rate: _builtins.float
     """Prompt tokens per second in full steps."""
     prefill_overhead_s: _builtins.float
@@ -1096,22 +1096,28 @@ class PullResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     GB_S_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Number of blocks from the target's first_block on. Fewer than requested if the holder has lost some; 0: refused."""
     reason: _builtins.str
     """Reason for fewer blocks, for a metric: none (all requested), absent, busy or leaving."""
     gb_s: _builtins.float
     """1e9 bytes per second of recent writes from the holder to the puller; 0: unknown."""
+    held: _builtins.int
+    """If the reason is absent and no block is sent: length in blocks of the longest prefix that the holder would send. With
+    KV groups a shorter prefix may be complete where the requested one is not; the puller may ask again.
+    """
     def __init__(
         self,
         *,
         blocks: _builtins.int = ...,
         reason: _builtins.str = ...,
         gb_s: _builtins.float = ...,
+        held: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "gb_s", b"gb_s", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "gb_s", b"gb_s", "held", b"held", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

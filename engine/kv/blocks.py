@@ -128,10 +128,14 @@ class BlockPool:
         """Returns the number of blocks that a sequence of `num_tokens` tokens needs."""
         return -(-num_tokens // self.block_size)
 
+    def blocks_that_fit(self, num_pages: int) -> int:
+        """Returns the blocks of the longest sequence that fits in so many pages: with KV groups they are fewer."""
+        return num_pages
+
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that fits."""
-        return self.num_blocks * self.block_size
+        return self.blocks_that_fit(self.num_blocks) * self.block_size
 
     def lease(
         self,
@@ -182,6 +186,11 @@ class BlockPool:
     def prefix_pages(self, num_blocks: int) -> int:
         """Returns the number of pages in which a prefix of blocks is lent to another pod: more with KV groups."""
         return num_blocks
+
+    def lendable_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Returns the length of the longest prefix of `hashes` that another pod can get from the pool, in blocks."""
+        with self.lock:
+            return len(self._cache.match(hashes))
 
     def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
         """Pins for a reader the longest prefix of `hashes` in the pool, from block `first` on; None without blocks."""

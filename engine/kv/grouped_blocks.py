@@ -16,7 +16,7 @@ from typing import Any
 
 from common.block_hash import HASH_BYTES
 from common.errors import InternalError
-from common.kv_groups import PageOrder, first_live_block, tail_blocks
+from common.kv_groups import PageOrder, blocks_that_fit, first_live_block, tail_blocks
 from common.kv_layout import KVLayout
 from engine.kv.blocks import BlockCopy, BlockPin, BlockPool, Lease
 from engine.kv.eviction import Retention
@@ -135,14 +135,14 @@ class GroupedBlockPool(BlockPool):
 
     def pages_for(self, num_tokens: int) -> int:
         blocks = super().pages_for(num_tokens)
-        # A window group needs the blocks before the newest boundary, the one being filled and the next one.
-        return blocks + sum(min(blocks, tail + 2) for tail in self.tails)
+        return blocks + sum(self._window_pages_for(blocks, tail) for tail in self.tails)
 
-    @property
-    def max_tokens(self) -> int:
-        blocks = self.num_blocks // self.pages_per_block  # fits; more may fit if windows are full
-        blocks = max(blocks, self.num_blocks - sum(tail + 2 for tail in self.tails))
-        return blocks * self.block_size
+    def _window_pages_for(self, num_blocks: int, tail: int) -> int:
+        """Returns the most pages of a window group that a sequence of so many blocks needs at once."""
+        return min(num_blocks, tail + 2)  # before the newest boundary, the block being filled and the next one
+
+    def blocks_that_fit(self, num_pages: int) -> int:
+        return blocks_that_fit(num_pages, self.tails)
 
     def lease(
         self,
@@ -167,9 +167,13 @@ class GroupedBlockPool(BlockPool):
             tables = self._tail_tables(hashes, count)
             tail_pages = [page for table in tables for page in table if page != NO_PAGE]
             need = total_blocks - count
-            soon = sum(min(need, tail + 2) for tail in self.tails)
-            evictable = self._cache.count_evictable(cached) + self._cache.count_evictable(tail_pages)
-            if not self._can_allocate(keep_free * self.pages_per_block + need + soon + evictable):
+            room = keep_free * self.pages_per_block + need + self._cache.count_evictable(cached)
+            for tail, table in zip(self.tails, tables, strict=True):
+                # Window pages to come, and idle matched ones, which are released as the window moves on: both together
+                # never more than a sequence without a prefix needs. Else a prompt that fits would wait forever.
+                taken = min(need, tail + 2) + self._cache.count_evictable(table)
+                room += min(taken, self._window_pages_for(total_blocks, tail))
+            if not self._can_allocate(room):
                 return None
             self._acquire(cached, self._holds)
             self._acquire(tail_pages, self._holds)
@@ -181,6 +185,9 @@ class GroupedBlockPool(BlockPool):
     def match_prefix(self, hashes: Sequence[bytes]) -> int:
         with self.lock:
             return self._cache.num_usable(hashes[: len(self._cache.match(hashes))], self.tails)
+
+    def lendable_blocks(self, hashes: Sequence[bytes]) -> int:
+        return self.match_prefix(hashes)
 
     def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
         """Pins for a reader the pages of the prefix from page number `first` on (PageOrder), or none of them."""
@@ -281,9 +288,10 @@ class GroupedLease(Lease):
             for group, (table, window) in enumerate(zip(self.window_tables, pool.windows, strict=True)):
                 first = min(first_live_block(start, window, size), self.num_published)
                 for i in range(self.first_live[group], min(first, len(table))):
-                    if i >= self.cached_blocks and not any(
-                        b - pool.tails[group] <= i < b for b in self.kept_boundaries
-                    ):
+                    kept = any(b - pool.tails[group] <= i < b for b in self.kept_boundaries)
+                    if kept:
+                        pool._cache.promote(table[i])  # another sequence with the same block may not keep it
+                    elif i >= self.cached_blocks:
                         pool._cache.demote(table[i])
                     released.append(table[i])
                     table[i] = NO_PAGE
@@ -305,24 +313,25 @@ class GroupedLease(Lease):
     def cover_transfer(self, order: PageOrder) -> bool:
         """Gives the window groups the pages that another pod writes, and releases older ones.
 
-        Returns False, and changes nothing, if too few are available. Nothing may have been computed in the lease yet.
+        Returns False, without new pages, if too few are available. Nothing may have been computed in the lease yet.
         """
         pool = self._pool
         with pool.lock:
             self._require_live()
-            groups = list(zip(self.window_tables, order.window_starts, strict=True))
-            missing = [order.num_blocks - max(start, len(table)) for table, start in groups]
+            missing: list[int] = []
+            for group, (table, start) in enumerate(zip(self.window_tables, order.window_starts, strict=True)):
+                dead = range(self.first_live[group], min(start, len(table)))
+                pool._release([table[i] for i in dead], pool._holds)  # no step has used them for this lease
+                table[dead.start : dead.stop] = [NO_PAGE] * len(dead)
+                table.extend([NO_PAGE] * (start - len(table)))
+                self.first_live[group] = max(start, self.first_live[group])
+                missing.append(order.num_blocks - len(table))
             if not pool._can_allocate(sum(missing)):
                 return False
             pages = pool._allocate(sum(missing))
-            for group, (table, start) in enumerate(groups):
-                dead = range(self.first_live[group], min(start, len(table)))
-                pool._release_after_steps([table[i] for i in dead])
-                table[dead.start : dead.stop] = [NO_PAGE] * len(dead)
-                table.extend([NO_PAGE] * (start - len(table)))
-                table.extend(pages[: missing[group]])
-                del pages[: missing[group]]
-                self.first_live[group] = max(start, self.first_live[group])
+            for table, count in zip(self.window_tables, missing, strict=True):
+                table.extend(pages[:count])
+                del pages[:count]
             return True
 
     def _pages(self, first: int, count: int, window_starts: Sequence[int]) -> list[int]:
@@ -359,6 +368,7 @@ class GroupedLease(Lease):
         with self._pool.lock:
             other.window_tables = [table[:shared] for table in self.window_tables]
             other.first_live = [min(first, shared) for first in self.first_live]
+            other.kept_boundaries = self.kept_boundaries
             self._pool._acquire(other._window_pages(0), self._pool._holds)
         return other
 

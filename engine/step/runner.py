@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.kv_groups import tail_blocks
+from common.kv_groups import window_tails
 from engine.adapters.rows import AdapterRows, StepAdapters
 from engine.adapters.slots import AdapterSlots
 from engine.attention.base import AttentionBackend, StepShape
@@ -94,8 +94,7 @@ class ModelRunner:
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache, self._device = kv.layers(), kv.data.device
-        tails = [tail_blocks(group.window, kv.layout.block_size) for group in kv.layout.groups[1:]]
-        self._tables = BlockTables(max_seqs, max_blocks, tails, kv.dummy_block)
+        self._tables = BlockTables(max_seqs, max_blocks, window_tails(kv.layout), kv.dummy_block)
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
         self._sampling = StepSampler(
             sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.errors import InvalidRequest
+from common.kv_groups import blocks_that_fit, window_tails
 from common.pb import transfer_pb2
 from common.types import PoolCounts, Role
 from common.wire import layout_from_pb, role_from_pb
@@ -22,9 +24,10 @@ class PodInfo:
     fingerprint: str  #: Hash of the KV layout; only pods with equal fingerprints work together.
     scope: str  #: Key space of the layout in the prefix index.
     block_size: int  #: Tokens of a KV block.
-    block_bytes: int  #: Bytes of a KV block in all layers.
+    block_bytes: int  #: Bytes of a KV block on all ranks; with KV groups, of a page.
+    window_tails: tuple[int, ...] = ()  #: KV groups with a window: the pages of each at the end of a prefix.
     max_model_len: int
-    num_blocks: int
+    num_blocks: int  #: Blocks of the longest sequence that fits the pool; without KV groups, all of them.
     vocab_size: int
     ready: bool
     draining: bool
@@ -34,6 +37,9 @@ class PodInfo:
     def from_pb(cls, pb: transfer_pb2.InfoResponse, address: str) -> PodInfo:
         """Raises BatonError if the answer is invalid."""
         layout = layout_from_pb(pb.layout)
+        if not layout.block_size:
+            raise InvalidRequest(f"the KV layout of the pod at {address} has no block_size", field="block_size")
+        tails = window_tails(layout)
         return cls(
             name=pb.pod,
             generation=pb.generation,
@@ -44,9 +50,10 @@ class PodInfo:
             fingerprint=pb.fingerprint,
             scope=pb.fingerprint[:8],
             block_size=layout.block_size,
-            block_bytes=pb.layout.block_bytes,
+            block_bytes=pb.layout.block_bytes * max(1, layout.num_kv_heads) // layout.rank_heads,
+            window_tails=tails,
             max_model_len=pb.max_model_len,
-            num_blocks=pb.num_blocks,
+            num_blocks=blocks_that_fit(pb.num_blocks, tails),
             vocab_size=pb.vocab_size,
             ready=pb.ready,
             draining=pb.draining,

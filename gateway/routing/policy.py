@@ -330,11 +330,13 @@ def offer_pulls(
     pullers: Sequence[PodView],
     holders: Sequence[PodView],
     block_bytes: int,
+    window_tails: Sequence[int] = (),
 ) -> dict[str, PullOffer]:
     """Returns pull offers by the puller's name, for pullers that save time. Only `device_hits` can be pulled.
 
     A pull takes the puller's measured latency, and the missing bytes at the measured rate of the two pods. A pair that
     has moved nothing yet is assumed to have the mean rate of the known pairs, and to need CONNECT_S for the connection.
+    With KV groups `block_bytes` are those of a page; the missing pages at the end of each window move too.
     """
     holding = [view for view in holders if device_hits.get(view.name)]
     best = sorted(holding, key=lambda view: device_hits[view.name], reverse=True)[:MAX_HOLDERS]
@@ -349,7 +351,8 @@ def offer_pulls(
     return {
         view.name: offer
         for view in lacking
-        if (offer := _best_offer(device_hits, expected_hits, view, best, block_bytes, mean_rate)) is not None
+        if (offer := _best_offer(device_hits, expected_hits, view, best, block_bytes, window_tails, mean_rate))
+        is not None
     }
 
 
@@ -359,6 +362,7 @@ def _best_offer(
     puller: PodView,
     holders: Sequence[PodView],
     block_bytes: int,
+    window_tails: Sequence[int],
     mean_rate: float,
 ) -> PullOffer | None:
     """Returns the pull that saves the most time; None if no pull saves any."""
@@ -372,7 +376,9 @@ def _best_offer(
         rate, connect_s = (known_rate, 0.0) if known_rate else (mean_rate, CONNECT_S)
         if rate <= 0:
             continue
-        pull_s = puller.pull_s + connect_s + missing / puller.block_size * block_bytes / rate
+        blocks = missing / puller.block_size
+        pages = blocks + sum(min(tail, blocks) for tail in window_tails)
+        pull_s = puller.pull_s + connect_s + pages * block_bytes / rate
         saving_s = missing * puller.prefill_s_per_token - pull_s
         if saving_s > best_saving_s:
             best, best_saving_s = PullOffer(tokens, pull_s, holder.name), saving_s

@@ -347,7 +347,7 @@ class RoutingPlan:
         info = pods[0].info if pods else None
         if info is None:
             return {}
-        return offer_pulls(prompt.device_hits, expected_hits, pullers, holders, info.block_bytes)
+        return offer_pulls(prompt.device_hits, expected_hits, pullers, holders, info.block_bytes, info.window_tails)
 
     def find_holder(self, name: str) -> PodInfo | None:
         """Returns the pod of this name if it is still usable."""

@@ -84,7 +84,7 @@ class ConnectionProbe:
         else:
             raise TransferFailed(f"the probe block did not arrive intact on {connection.pod} in {PROBE_TRIES} tries")
         if not keep_alive:
-            await self._measure(connection, burst * memory.block_bytes / max(seconds, 1e-9) / 1e9)
+            await self._measure(connection, burst * memory.counted_bytes / max(seconds, 1e-9) / 1e9)
         connection.block_at = self.clock()
 
     async def _measure(self, connection: PeerConnection, gb_s: float) -> None:

@@ -120,7 +120,7 @@ class TransferReceiver:
                 if answer.blocks < len(wanted.blocks):
                     self.thread.submit(partial(self.update, transfer_id, lambda m, _: m.shrink_to(answer.blocks)))
                 await asyncio.shield(asyncio.wrap_future(over))
-            return PullResult(answer.blocks, answer.reason, answer.gb_s)
+            return PullResult(answer.blocks, answer.reason, answer.gb_s, answer.held)
 
         task = asyncio.get_running_loop().create_task(ask_holder())
         task.add_done_callback(lambda _: self.thread.submit(partial(self.release, transfer_id)))

@@ -320,7 +320,7 @@ class TransferSender:
         def ended(error: str | None) -> None:
             connection.in_flight -= 1
             moved = len(write.local) if error is None else 0
-            pair.end(moved, moved * self.memory.block_bytes, pulled=transfer.for_pull)
+            pair.end(moved, moved * self.memory.counted_bytes, pulled=transfer.for_pull)
             self.sent_blocks += moved
             if error is not None:
                 connection.broken = True
@@ -460,7 +460,7 @@ class TransferSender:
 
         return TransferReport(
             blocks=blocks,
-            bytes=blocks * self.memory.block_bytes,
+            bytes=blocks * self.memory.counted_bytes,
             delivered_before_finish=transfer.delivered_before_finish,
             exposed_s=after(self.clock()),
             transport=transfer.connection.transport if transfer.connection is not None else "",

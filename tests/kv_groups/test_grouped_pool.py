@@ -103,7 +103,7 @@ class GroupedMachine(RuleBasedStateMachine):
         before, available = self.pool.match_prefix(hashes), self.pool.num_available()
         lease = self.pool.lease(hashes, -(-len(tokens) // SIZE))
         if lease is None:
-            assert available < self.pool.pages_for(len(tokens)) + before * self.pool.pages_per_block
+            assert available < self.pool.pages_for(len(tokens))
             return
         assert lease.cached_blocks == before
         seq = Running(lease, tokens, lease.cached_blocks * SIZE)
@@ -309,6 +309,22 @@ def test_the_end_of_a_prompt_outlives_other_window_pages() -> None:
     assert pool.match_prefix(_hashes(40)) < 10
 
 
+def test_samples_keep_the_end_of_their_prompt() -> None:
+    pool = GroupedBlockPool(60, 4, (8,))
+    first = run(pool, 40)
+    samples = [first, require_window_groups(first.fork(10))]
+    for lease, seed in zip(samples, (1, 2), strict=True):  # 40 more tokens each, so that the prompt leaves the window
+        hashes = [*_hashes(40), *(bytes([seed, i]).ljust(16, b"\0") for i in range(10))]
+        for start in range(40, 80, 4):
+            assert lease.grow()
+            assert lease.cover(start, start + 4)
+            lease.publish(hashes[: start // 4 + 1])
+    for lease in samples:
+        lease.finish("done")
+    assert pool.lease([], pool.counts().free + 12) is not None  # evicts window pages in the middle of both answers
+    assert pool.match_prefix(_hashes(40)) == 10
+
+
 def test_a_hit_ends_where_the_window_pages_are() -> None:
     pool = GroupedBlockPool(60, 4, (8,))
     run(pool, 40).finish("done")
@@ -317,6 +333,25 @@ def test_a_hit_ends_where_the_window_pages_are() -> None:
     pool._free += pool._evict(1)
     assert pool.match_prefix(_hashes(40)) == 9, "the block before needs other pages"
     pool.check_integrity()
+
+
+@pytest.mark.parametrize("by_transfer", [False, True])
+def test_a_cached_prefix_never_prevents_a_prompt_that_fits(by_transfer: bool) -> None:
+    """A conversation grows until it needs the whole pool, of which its own prefix is the cached part."""
+    pool = GroupedBlockPool(30, 4, (17,))
+    assert pool.pages_for(96) == pool.num_blocks
+    run(pool, 40).finish("done")
+    if by_transfer:
+        step = pool.begin_step()  # of another sequence
+        lease, order = pool.lease(_hashes(92), 24), PageOrder(24, (19,))
+        assert lease is not None
+        assert (lease.cached_blocks, lease.cover_transfer(order)) == (10, True)
+        step.end()
+    else:
+        lease = run(pool, 96, chunk=4)
+    lease.finish("done")
+    pool.check_integrity()
+    assert pool.num_available() == pool.num_blocks
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -17,6 +17,7 @@ from common.kv_layout import KVLayout
 from common.types import Role, ValidRequest
 from engine.kv.grouped_blocks import GroupedBlockPool
 from engine.schedule.sequence import Sequence as EngineSequence
+from gateway.pods.info import PodInfo
 from kv_transfer.backend.loopback import LoopbackFault
 from prefill_service import prefix_pull
 from tests.kv_groups.families import BLOCK, CHUNK, FAMILIES, check_tokens, prompt, save
@@ -104,6 +105,23 @@ async def test_pages_before_the_window_do_not_move(windowed: tuple[Path, Any]) -
         check(reference, more, follow)
         assert follow.target is not None
         assert follow.target.first_block == PageOrder.of_prompt(layout_of(cluster.decode), 105).first_page(26)
+
+
+async def test_gateways_and_planners_see_blocks_not_pages(windowed: tuple[Path, Any]) -> None:
+    path, _ = windowed
+    async with Cluster.start(path, **BOTH) as cluster:
+        runtime, reported = cluster.decode.runtime, PodInfo.from_pb(cluster.decode.runtime.info(), "here:1")
+        pool, layout = runtime.engine.pool, layout_of(cluster.decode)
+        windows = len(layout.groups) - 1
+        assert pool.num_available() == pool.num_blocks
+        assert reported.window_tails == (2,) * windows
+        assert reported.num_blocks == runtime.load().free_blocks == pool.num_blocks - 4 * windows
+        assert pool.pages_for(reported.num_blocks * BLOCK) == pool.num_blocks
+        assert reported.block_bytes == layout.block_bytes
+        wrong = runtime.info()
+        wrong.layout.block_size = 0
+        with pytest.raises(BatonError, match="block_size"):
+            PodInfo.from_pb(wrong, "here:1")
 
 
 async def test_late_targets_samples_and_local_prefill(windowed: tuple[Path, Any]) -> None:
@@ -207,6 +225,7 @@ class TestPulls:
             check(reference, r, answer)
 
     async def test_a_boundary_without_window_pages_is_computed(self, windowed: tuple[Path, Any]) -> None:
+        """A decode pod got the window pages of no boundary but the last."""
         path, reference = windowed
         async with Cluster.start(path, prefill=2, **BOTH) as cluster:
             puller, holder = cluster.prefills[1], cluster.decode
@@ -217,6 +236,22 @@ class TestPulls:
             answer = await cluster.generate(r, prefill=puller, pull=holder.holds(6), remote_only=True)
             check(reference, r, answer)
             assert puller.counted("pulls") == {("refused", "absent"): 1}
+            assert puller.counted("pulls_asked") == {(): 1}
+
+    async def test_a_shorter_prefix_is_pulled_where_the_window_pages_are(self, windowed: tuple[Path, Any]) -> None:
+        path, reference = windowed
+        async with Cluster.start(path, prefill=2, **BOTH) as cluster:
+            puller, holder = cluster.prefills[1], cluster.decode
+            base = prompt(50, seed=12)
+            for length in (25, 50):  # the holder can send 6 or 12 of these blocks
+                r = asked(base[:length], 2)
+                await cluster.generate(r, prefill=cluster.prefill, remote_only=True)
+                await holder.settled()
+            r = asked([*base[:40], *prompt(7, seed=13)])
+            answer = await cluster.generate(r, prefill=puller, pull=holder.holds(10), remote_only=True)
+            check(reference, r, answer)
+            assert puller.counted("pulls") == {("done", "part"): 1}
+            assert puller.counted("pulled_blocks") == {(): PageOrder.of_prefix(layout_of(holder), 6).num_pages}
 
 
 async def test_pods_with_and_without_groups_refuse_each_other(windowed: tuple[Path, Any]) -> None:

@@ -285,6 +285,14 @@ def fill(layout: KVLayout, pools: list[KVPool], *, zero: bool = False) -> None:
                 )
 
 
+@pytest.mark.parametrize("draft_layers", [0, 2])
+def test_pods_of_all_sizes_count_the_same_bytes(draft_layers: int) -> None:
+    drafts = {"draft_layers": draft_layers, "draft_kv_heads": 4, "draft_head_dim": 8}
+    one = KVLayout("m", "r", 3, 4, 16, 4, "bfloat16", kv_order="heads", **(drafts if draft_layers else {}))
+    sizes = [dataclasses.replace(one, tensor_parallel=size) for size in (1, 2, 4, 8)]
+    assert {layout.all_ranks_bytes for layout in sizes} == {one.block_bytes}
+
+
 def test_an_impossible_pair_names_both_sizes() -> None:
     one = KVLayout("m", "r", num_layers=1, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
     four = dataclasses.replace(one, tensor_parallel=4, kv_order="heads")

@@ -27,6 +27,14 @@ def test_a_pull_costs_its_latency_and_the_missing_bytes_at_the_pairs_rate() -> N
     assert found == {"p": PullOffer(1600, pytest.approx(0.01 + 50 * BLOCK_BYTES / 1e9), "h")}
 
 
+@pytest.mark.parametrize(("held", "pages"), [(0, 100 + 8 + 64), (1440, 10 + 8 + 10), (1552, 3 + 3 + 3)])
+def test_the_pages_at_the_end_of_each_window_move_too(held: int, pages: int) -> None:
+    holder, lacking = view("h", p=1e9), view("p", rate=10.0)
+    hits = {"h": 1600, "p": held}
+    found = offer_pulls(hits, hits, [lacking], [holder], BLOCK_BYTES, window_tails=(8, 64))
+    assert found["p"].predicted_s == pytest.approx(0.01 + pages * BLOCK_BYTES / 1e9)
+
+
 def test_no_pull_is_offered_if_computing_is_faster() -> None:
     holder, lacking = view("h", p=1e9), view("p", rate=100_000.0)
     assert offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES) == {}
