@@ -72,7 +72,8 @@ class FleetLimits:
     max_pods: int = 32
     scales: bool = True  # Pods can be started and stopped; False: only their roles change
     #: Share of its capacity that a pod should work at. Pods are started whole, so their mean is lower. In the sine of
-    #: benchmarks/planner.py 1.08 takes 5% fewer GPU hours than 1.0 and keeps 95% of the requests in time, not 99%.
+    #: benchmarks/planner.py 1.08 with this margin takes 5% fewer GPU hours than 1.0 with 0.03, and keeps 95% of the
+    #: requests in time, not 99%.
     target: float = 1.08
     margin: float = 0.1  # A pod is removed only if the rest would work at `target` with so much more load, and ...
     doubt: float = 3.0  # ... with so many standard deviations of the measured rate

@@ -335,8 +335,7 @@ class PodRuntime:
         _log.error("leaving: %s", reason)
         self.exit_code = exit_code
         self._server.set_serving(False)
-        broken = exit_code == EXIT_BROKEN
-        if broken and self.role.started:  # no request can end by itself
+        if broken := (exit_code == EXIT_BROKEN and self.role.started):  # no request can end by itself
             self.role.service.abort_all(Unavailable(f"pod {self.name} is broken: {reason}"))
         self.lifecycle.begin_drain(reason, BROKEN_DRAIN_S if broken else None)
 

@@ -138,14 +138,14 @@ class EngineSettings(Settings, section="Engine"):
         kinds.size(0), 64 << 30, "Bytes of each pod in --disk-cache, like 500GiB; default: 64GiB"
     )
     cache_pin: int = setting(kinds.size(0), 0, "KV bytes that requests may pin in each pool, like 4GiB; default: 0")
+    cache_pin_tenant: int = setting(
+        kinds.size(0), 0, "KV bytes of --cache-pin that the requests of one tenant may pin; default: all of them"
+    )
     kv_groups: bool = setting(
         kinds.BOOL,
         False,
         "Free the KV of layers with a window when it leaves the window, if the model has other layers too; the same on "
         "all pods",
-    )
-    cache_pin_tenant: int = setting(
-        kinds.size(0), 0, "KV bytes of --cache-pin that the requests of one tenant may pin; default: all of them"
     )
     max_model_len: int = setting(
         kinds.integer(0, 1 << 24), 0, "Longest prompt plus output, in tokens; default: the model's"

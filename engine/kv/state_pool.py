@@ -9,7 +9,7 @@ slot stays zero: a copy of it starts a sequence without a prefix. Padding rows w
 `engine/kv/state_blocks.py` decides which slot is used for what.
 
 The states have a pool of their own, because they do not fit pages: a state of Qwen3.5-35B-A3B has 61 MiB, a page of its
-ten layers with KV has 320 KiB, and 190 neighbouring pages would have to be free at once.
+ten layers with KV has 320 KiB, and 197 neighbouring pages would have to be free at once.
 """
 
 from __future__ import annotations

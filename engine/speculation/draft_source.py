@@ -95,6 +95,8 @@ def open_draft(
     shape = source.spec
     if shape.latent_dim:
         raise draft_error(f"the draft model: {shape.architecture} has latent attention (MLA), use another draft model")
+    if shape.states is not None:
+        raise draft_error(f"the draft model: {shape.architecture} has a recurrent state, use another draft model")
     if abs(shape.vocab_size - target.vocab_size) > MAX_VOCAB_PADDING or not _same_tokens(model_dir, target_dir):
         raise draft_error(
             f"the draft model in {model_dir} has another vocabulary ({shape.vocab_size} tokens) than the model "

@@ -360,3 +360,34 @@ async def test_parameters_of_later_tokens_do_not_break_the_prefill(smollm2_dir: 
             assert answer.status_code == 200, answer.text
             assert cluster.prefills[0].seen.prefilled[-1] == cluster.decodes[0].seen.reserved[-1]
         await gw.settled()
+
+
+async def test_answers_name_their_tier_and_an_overloaded_tier_gets_shorter_ones(
+    smollm2_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.toml"
+    headers = key_file(path, gold={"priority": 10}, batch={"priority": -10})
+    settings: dict[str, Any] = {"api_keys": (str(path),), "tier": ("gold:10:0.5:3", "batch:-10:0.1:3")}
+    async with fake_cluster() as cluster, rig(cluster, smollm2_dir, **settings) as gw:
+
+        async def asked(who: str, **fields: Any) -> tuple[str | None, str | None, str, int]:
+            answer = await ask(gw, headers[who], **fields)
+            body, seen = answer.json(), answer.headers
+            finish, tokens = body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]
+            return seen["x-baton-tier"], seen.get("x-baton-max-tokens"), finish, tokens
+
+        assert await asked("batch") == ("batch", None, "length", 5)
+        assert await asked("gold", priority=-99) == ("batch", None, "length", 5)  # a request may ask for less
+        assert await asked("batch", priority=99) == ("batch", None, "length", 5)  # and not for more
+        gate = gw.gateway.models.first.gate
+        gold, batch = gate._limits.tiers
+        gate._short_answers[batch].update(60.0, time.monotonic())  # as after a forecast of a minute
+        assert await asked("batch") == ("batch", "3", "length", 3)
+        assert await asked("batch", max_tokens=2) == ("batch", None, "length", 2)
+        assert await asked("batch", min_tokens=4) == ("batch", "4", "length", 4)
+        assert await asked("gold") == ("gold", None, "length", 5)
+        text = (await gw.http.get("/metrics", headers=headers["gold"])).text
+        assert 'baton_tier_shortened_total{tier="batch"} 2.0' in text
+        assert 'baton_tier_waiting{model="smol",tier="gold"} 0.0' in text
+        assert gold.name == "gold"
+        await gw.settled()

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 
 from engine.kernels.gated_delta.layer import gated_delta
 from engine.kernels.gated_delta.rows import device_rows
-from engine.kv.state_blocks import Snapshot
+from engine.kv.state_blocks import Snapshot, StateBlockPool
 from engine.kv.state_pool import LayerState, StatePool, StateRow, StateShape
 from engine.models.gated_delta.layer import DeltaProjections
 from engine.models.gated_delta.rule import gated_delta_torch
+from engine.step.states import StateTable
 
 HEADS, KEY_HEADS, KEY, VALUE, TAPS, SLOTS, EPS = 4, 2, 16, 24, 4, 12, 1e-6
 CHANNELS = 2 * KEY_HEADS * KEY + HEADS * VALUE
@@ -127,3 +128,18 @@ def test_a_step_equals_the_rule_token_by_token(
     assert torch.equal(state.conv, expected.conv)
     spread = float(expected.recurrent.abs().max())
     torch.testing.assert_close(state.recurrent, expected.recurrent, atol=tolerance * spread, rtol=tolerance)
+
+
+def test_a_graph_finds_the_states_by_the_slots_of_the_scheduler(device: torch.device) -> None:
+    shape = StateShape(layers=1, heads=1, value_dim=4, key_dim=4, channels=12, taps=2)
+    states = StatePool(shape, 5, device, torch.float32)
+    table = StateTable(states, 3, fused=True)
+    pool = StateBlockPool(8, 4, num_states=5, spacing=2)
+    leases = [pool.lease([], 1) for _ in range(3)]
+    for order in ([0, 1, 2], [2, 0, 1]):  # another lease may take a slot
+        entries = [SimpleNamespace(seq=SimpleNamespace(slot=slot, lease=leases[i])) for slot, i in enumerate(order)]
+        table.stage(entries)  # type: ignore[arg-type]
+        rows = table.of_graph(torch.tensor([2, 0, 3], device=device)).device
+        live = [lease.slot for lease in leases if lease is not None]
+        assert rows.decode_slots.tolist() == [live[order[2]], live[order[0]], states.dummy_slot]
+        assert rows.chunks is None
