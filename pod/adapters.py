@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import threading
 import time
 import tomllib
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,9 @@ class PodAdapters:
         self._kept: OrderedDict[str, tuple[Adapter, float]] = OrderedDict()  # By digest, with the end of its time
         self._version = 1  # Of the list
         self._load_s = 0.0
-        self._loading = asyncio.Lock()  # One adapter is read at a time, which bounds the memory that reading needs
+        #: Touches the files. One adapter is read at a time, which bounds the memory, also if callers leave. A directory
+        #: that does not answer holds this thread and no other.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self.loads = {"loaded": 0, "refused": 0}  #: Reads of files since the start, by outcome
 
     # -- at the start
@@ -73,7 +77,8 @@ class PodAdapters:
                 self._check_name(name)
                 folder = self._folder(path)
                 adapter, changed_ms = self._read(folder), _changed_ms(folder)
-                self._set(AdapterEntry(name, adapter.digest, adapter.rank, path, changed_ms), adapter)
+                entry = AdapterEntry(name, adapter.digest, adapter.rank, self._relative(path), changed_ms)
+                self._set(entry, adapter)
             except (BatonError, OSError) as error:
                 if self._names is not None:
                     raise ConfigError(f"adapter_names: {name}: {describe(error)}", field="adapter_names") from error
@@ -88,21 +93,16 @@ class PodAdapters:
         digest is another one. Nothing is changed then.
         """
         self._check_name(asked.name)
-        async with self._loading:
-            held = self._held(asked.digest)
-            if held is None:
-                began = time.monotonic()
-                held = await asyncio.to_thread(self._read, self._folder(asked.path))
-                self._load_s = time.monotonic() - began
-                if asked.digest not in ("", held.digest):
-                    text = f"the files of {asked.path!r} have changed: their digest is {held.digest}"
-                    raise AdapterNotLoaded(f"{text}, expected {asked.digest}", field="adapter")
-            entry = AdapterEntry(asked.name, held.digest, held.rank, self._relative(asked.path), asked.version)
-            if asked.version:
-                self._set(entry, held)
-            else:
-                with self._lock:
-                    self._keep(held)
+        adapter, path = self._held(asked.digest), asked.path
+        if adapter is None or os.path.isabs(path):
+            loop = asyncio.get_running_loop()
+            adapter, path = await loop.run_in_executor(self._reader, self._read_asked, asked)
+        entry = AdapterEntry(asked.name, adapter.digest, adapter.rank, path, asked.version)
+        if asked.version:
+            self._set(entry, adapter)
+        else:
+            with self._lock:
+                self._keep(adapter)
         return entry
 
     def unload(self, name: str, version: int) -> None:
@@ -182,18 +182,37 @@ class PodAdapters:
         except AdapterNotLoaded:
             return None
 
+    def _read_asked(self, asked: AdapterEntry) -> tuple[Adapter, str]:
+        """Returns the adapter at the path of `asked`, and the path below the directory. Raises as `load` does."""
+        adapter = self._held(asked.digest)  # another call may have read it meanwhile
+        if adapter is None:
+            began = time.monotonic()
+            adapter = self._read(self._folder(asked.path))
+            self._load_s = time.monotonic() - began
+            if asked.digest not in ("", adapter.digest):
+                text = f"the files of {asked.path!r} have changed: their digest is {adapter.digest}"
+                raise AdapterNotLoaded(f"{text}, expected {asked.digest}", field="adapter")
+            with self._lock:
+                self._keep(adapter)  # the caller may have left; its next call finds the adapter
+        return adapter, self._relative(asked.path)
+
     def _folder(self, path: str) -> Path:
         """Returns the real path of a folder below the adapter directory. Raises InvalidRequest."""
         if self._root is None:
             raise AdapterNotLoaded("the pod serves no adapters: set --adapter-dir", field="adapter")
         try:
             folder = (self._root / path).resolve()
-        except (OSError, ValueError) as error:  # a loop of links, or a zero byte
-            raise InvalidRequest(f"lora_path {path!r} is not a path", field="lora_path") from error
-        if folder == self._root or not folder.is_relative_to(self._root):
-            raise InvalidRequest(f"lora_path {path!r} is not below the adapter directory", field="lora_path")
-        if not folder.is_dir():
-            raise InvalidRequest(f"lora_path {path!r}: the adapter directory has no such folder", field="lora_path")
+            real = [folder, *((folder / file).resolve() for file in (CONFIG, WEIGHTS))]
+            exists = folder.is_dir()
+        except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, a zero byte, a loop of links
+            text = f"lora_path {path[:200]!r} is not a path that the pod can read: {describe(error)}"
+            raise InvalidRequest(text, field="lora_path") from error
+        if folder == self._root or not all(found.is_relative_to(self._root) for found in real):
+            text = f"lora_path {path[:200]!r}: the folder or a file of it is not below the adapter directory"
+            raise InvalidRequest(text, field="lora_path")
+        if not exists:
+            text = f"lora_path {path[:200]!r}: the adapter directory has no such folder"
+            raise InvalidRequest(text, field="lora_path")
         return folder
 
     def _read(self, folder: Path) -> Adapter:
@@ -221,12 +240,12 @@ class PodAdapters:
 
 def _folders(root: Path) -> dict[str, str]:
     """Returns the sub-folders that look like adapters, by their names."""
-    return {path.name: path.name for path in sorted(root.iterdir()) if (path / CONFIG).is_file()}
+    return {path.name: path.name for path in sorted(root.iterdir()) if os.path.isfile(path / CONFIG)}
 
 
 def _changed_ms(folder: Path) -> int:
-    """Returns the time of the last change of an adapter's files, in milliseconds since the epoch."""
-    return max((folder / file).stat().st_mtime_ns for file in (CONFIG, WEIGHTS)) // 1_000_000
+    """Returns the time of the last change of an adapter's files, in milliseconds since the epoch, at least 1."""
+    return max(1, *((folder / file).stat().st_mtime_ns // 1_000_000 for file in (CONFIG, WEIGHTS)))
 
 
 def _read_names(file: Path) -> dict[str, str]:

@@ -98,6 +98,8 @@ def read_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]], max_ran
 
 
 def _read_config(file: Path) -> dict[str, Any]:
+    if file.exists() and not file.is_file():
+        raise _error(file, "the file cannot be read: it is not a regular file")  # a pipe would never end
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -141,7 +143,8 @@ def _read_halves(file: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str,
                 if module not in shapes:
                     hint = ": experts have no adapters" if "experts" in module else ""
                     raise _error(file, f"the base computes no adapter of the module {module}{hint}")
-                halves.setdefault(module, {})[_KINDS[suffix]] = opened.get_tensor(key)
+                # A copy: a file that is overwritten meanwhile must not change weights whose digest is known.
+                halves.setdefault(module, {})[_KINDS[suffix]] = opened.get_tensor(key).clone()
     except (SafetensorError, OSError) as error:
         raise _error(file, f"the file cannot be read as safetensors: {describe(error)}") from error
     return halves

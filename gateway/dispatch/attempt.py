@@ -168,8 +168,8 @@ class Attempt:
                 self._cancel_prefill()
                 # ModelNotFound is the pod's failure: the gateway has checked the model's name.
                 if isinstance(e, AdapterNotLoaded):
-                    pod.adapters.forget(self._request.adapter)
-                if isinstance(e, InvalidRequest | AdapterNotLoaded) and not isinstance(e, ModelNotFound):
+                    raise self._adapter_lost(pod) from e
+                if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):
                     raise
                 _log.info("reserve on %s failed: %s", pod.name, e)
                 self._trace.on_reserve_answer(pod.name, "failed", e.message)
@@ -220,12 +220,12 @@ class Attempt:
         Raises AdapterNotLoaded at once if one cannot load it, Unavailable if one does not answer.
         """
         digest = self._request.adapter
-        entry = self._plan.table.adapters.with_digest(digest)
-        if entry is None:
-            raise AdapterNotLoaded("the adapter was unloaded", field="model")
         pods = [placement.decode] if placement.prefill is None else [placement.decode, placement.prefill]
         missing = [pod for pod in pods if digest not in pod.adapters.held]
         if missing:
+            entry = self._plan.table.adapters.with_digest(digest)
+            if entry is None:
+                raise AdapterNotLoaded(f"pod {missing[0].name} lacks the adapter, and no name has it", field="model")
             began, limit_s = time.monotonic(), min(LOAD_TIMEOUT_S, timeout_until(self._deadline))
             results = await asyncio.gather(
                 *(pod.adapters.load(entry, limit_s) for pod in missing), return_exceptions=True
@@ -239,6 +239,11 @@ class Attempt:
         for pod in pods:
             if pod.view is not None:  # the next requests of the adapter go there too
                 pod.view.warm_adapters.add(digest)
+
+    def _adapter_lost(self, pod: Pod) -> Unavailable:
+        """Returns the error for a pod that has restarted, or has dropped a former version: the next attempt loads."""
+        pod.adapters.forget(self._request.adapter)
+        return Unavailable(f"pod {pod.name} has lost the adapter")
 
     async def _reserve(self, placement: Placement) -> decode_pb2.ReserveResponse:
         """Asks the decode pod for a reservation. Raises BatonError."""
@@ -430,7 +435,8 @@ class Attempt:
             return
         self._timeline.mark("prefill_failed", pod=pod.name, error=str(error))
         if isinstance(error, AdapterNotLoaded):
-            pod.adapters.forget(self._request.adapter)
+            self.token_queue.fail(self._adapter_lost(pod))
+            return
         self.blamed_pods.add(pod.address)
         # Either side may have broken the hand-off, unless the prefill pod has no room or is gone.
         if isinstance(error, RoleChanged):

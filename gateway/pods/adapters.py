@@ -24,10 +24,12 @@ from gateway.pods.view import PodView
 
 LOAD_TIMEOUT_S = 30.0  #: Longest time for a pod to read an adapter.
 LIST_TIMEOUT_S = 2.0
-#: For so long the refusal of an adapter by a pod is repeated without asking the pod again.
+#: For so long the refusal of an adapter by a pod, or a load that took too long, is repeated without asking the pod.
 REFUSAL_S = 5.0
 #: Adapters of names that have other adapters now. Requests that began with them may continue on another pod.
 MAX_FORMER = 256
+#: Names without an adapter that are remembered, so that a list that is older than the removal does not bring one back.
+MAX_REMOVED = 1024
 
 
 class AdapterNames:
@@ -35,7 +37,7 @@ class AdapterNames:
 
     def __init__(self) -> None:
         self._entries: dict[str, AdapterEntry] = {}  #: Removed names too.
-        self._by_digest: OrderedDict[str, AdapterEntry] = OrderedDict()
+        self._former: OrderedDict[str, AdapterEntry] = OrderedDict()  #: Replaced and removed meanings, by digest.
 
     def update(self, entries: Iterable[AdapterEntry]) -> None:
         """Takes over the meanings that are newer than the known ones."""
@@ -43,10 +45,20 @@ class AdapterNames:
             known = self._entries.get(entry.name)
             if known is None or (entry.version, entry.digest) > (known.version, known.digest):
                 self._entries[entry.name] = entry
-            if entry.digest and entry.digest not in self._by_digest:
-                self._by_digest[entry.digest] = entry
-        while len(self._by_digest) > len(self._entries) + MAX_FORMER:
-            self._by_digest.popitem(last=False)
+                self._keep(known)
+            elif entry != known and entry.digest not in self._former:
+                self._keep(entry)
+        removed = [entry for entry in self._entries.values() if not entry.digest]
+        for entry in sorted(removed, key=lambda entry: entry.version)[: max(0, len(removed) - MAX_REMOVED)]:
+            del self._entries[entry.name]
+
+    def _keep(self, former: AdapterEntry | None) -> None:
+        """Keeps a meaning that does not count any more, in place of the oldest ones."""
+        if former is not None and former.digest:
+            self._former[former.digest] = former
+            self._former.move_to_end(former.digest)
+            while len(self._former) > MAX_FORMER:
+                self._former.popitem(last=False)
 
     def find(self, name: str) -> AdapterEntry | None:
         """Returns the adapter with this name."""
@@ -54,8 +66,9 @@ class AdapterNames:
         return entry if entry is not None and entry.digest else None
 
     def with_digest(self, digest: str) -> AdapterEntry | None:
-        """Returns a meaning, maybe a former one, with this digest."""
-        return self._by_digest.get(digest)
+        """Returns the newest meaning with this digest. A former meaning is returned only if no name has the digest."""
+        current = (entry for entry in self._entries.values() if digest and entry.digest == digest)
+        return max(current, key=lambda entry: entry.version, default=self._former.get(digest))
 
     def all(self) -> list[AdapterEntry]:
         """Returns the adapters, sorted by name."""
@@ -88,10 +101,10 @@ class AdapterLoader:
     async def refresh(self, info: transfer_pb2.InfoResponse, view: PodView) -> None:
         """Takes over the adapters of an answer to Info, and reads the list if it has changed. Never fails."""
         self.serves = info.HasField("adapters")
+        if self._process != info.generation:
+            self._process, self._listed, self.held, self._refusals = info.generation, 0, set(), {}
         if not self.serves:
             return
-        if self._process != info.generation:
-            self._process, self._listed, self.held = info.generation, 0, set()
         warm = {digest.hex() for digest in info.adapters.warm}
         view.warm_adapters, view.held_adapters, view.adapter_load_s = warm, self.held, info.adapters.load_s
         self.held |= warm
@@ -132,14 +145,20 @@ class AdapterLoader:
                 await asyncio.shield(task)
         except TimeoutError as e:
             raise Unavailable(f"pod {self._name()} did not load the adapter {entry.name!r} in time") from e
-        except (Unavailable, DeadlineExceeded) as e:
+        except Unavailable as e:
             raise Unavailable(f"pod {self._name()} did not load the adapter {entry.name!r}: {e.message}") from e
+        except DeadlineExceeded as e:
+            text = f"pod {self._name()} did not load the adapter {entry.name!r} within {LOAD_TIMEOUT_S:g} s"
+            raise self._refuse(entry.digest, Unavailable(text)) from e
         except BatonError as e:
             text = f"pod {self._name()} cannot load the adapter {entry.name!r}: {e.message}"
-            error = AdapterNotLoaded(text, field="model")
-            self._refusals = {digest: known for digest, known in self._refusals.items() if self.refuses(digest)}
-            self._refusals[entry.digest] = error, time.monotonic()
-            raise error from e
+            raise self._refuse(entry.digest, AdapterNotLoaded(text, field="model")) from e
+
+    def _refuse(self, digest: str, error: BatonError) -> BatonError:
+        """Remembers why the pod did not load an adapter. Returns `error`."""
+        self._refusals = {known: refusal for known, refusal in self._refusals.items() if self.refuses(known)}
+        self._refusals[digest] = error, time.monotonic()
+        return error
 
     async def call_load(self, entry: AdapterEntry) -> AdapterEntry:
         """Calls LoadAdapter. Raises BatonError."""

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.errors import BatonError, InternalError, InvalidRequest, NotServed, Unauthenticated, Unavailable
+from common.errors import (
+    AdapterNotLoaded,
+    BatonError,
+    InternalError,
+    InvalidRequest,
+    NotServed,
+    Unauthenticated,
+    Unavailable,
+)
 from common.pb import embedding_pb2
 from common.rpc import error_from_rpc, timeout_until
 from common.types import Role, SamplingParams, ValidRequest
@@ -91,9 +99,10 @@ class PromptRunner:
         """Returns the values of one prompt, computed while a slot is taken. Raises BatonError."""
         message = embedding_pb2.EmbedRequest(request=request_to_pb(request), logit_ids=logit_ids)
         avoid: set[str] = set()
+        lost: set[str] = set()  # addresses of pods that have lost the adapter, and have loaded it again
         error: BatonError = Unavailable("no prefill pod is ready to serve this model", retry_after_s=1.0)
         async with slots:
-            while len(avoid) < MAX_ATTEMPTS and (pod := self._choose(model, avoid)) is not None:
+            while len(avoid) < MAX_ATTEMPTS and (pod := self._choose(model, request.adapter, avoid)) is not None:
                 self._tokens_sent[pod.address] += request.prompt_len
                 try:
                     if request.adapter:
@@ -107,6 +116,10 @@ class PromptRunner:
                     if isinstance(error, Unauthenticated):  # the pod refuses this gateway, not the client
                         _log.error("pod %s refuses this gateway: %s", pod.name, error)
                         raise InternalError("the pods that serve this model refuse this gateway") from e
+                    if isinstance(error, AdapterNotLoaded) and pod.address not in lost:
+                        lost.add(pod.address)
+                        pod.adapters.forget(request.adapter)
+                        continue
                     if not error.retryable:
                         raise error from e
                     avoid.add(pod.address)
@@ -118,12 +131,16 @@ class PromptRunner:
                     self._tokens_sent[pod.address] -= request.prompt_len
         raise error
 
-    def _choose(self, model: ServedModel, avoid: set[str]) -> Pod | None:
-        """Returns the usable pod with the fewest known prompt tokens before this prompt, None without one."""
+    def _choose(self, model: ServedModel, adapter: str, avoid: set[str]) -> Pod | None:
+        """Returns the usable pod with the fewest known prompt tokens before this prompt, None without one.
 
-        def tokens_before(pod: Pod) -> int:
+        A pod that has refused the adapter lately is the last choice.
+        """
+
+        def tokens_before(pod: Pod) -> tuple[bool, int]:
             load = None if pod.view is None else pod.view.load
-            return self._tokens_sent[pod.address] + (0 if load is None else load.queued_tokens)
+            tokens = self._tokens_sent[pod.address] + (0 if load is None else load.queued_tokens)
+            return pod.adapters.refuses(adapter), tokens
 
         usable = [
             pod

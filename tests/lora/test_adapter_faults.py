@@ -1,0 +1,209 @@
+"""Adapters that pods lose, directories that do not answer, hostile files, and names that change for months."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common.errors import AdapterNotLoaded, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
+from common.pb import transfer_pb2
+from common.types import AdapterEntry, SamplingParams
+from engine.adapters.peft import CONFIG, WEIGHTS, read_adapter
+from gateway.pods import adapters as seen
+from pod.adapters import PodAdapters
+from tests.lora.adapter_cluster import AdapterFiles, adapter_cluster, make_files
+from tests.rigs.pods.harness import prompt_of
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
+    return make_files(tmp_path_factory.mktemp("adapters"))
+
+
+class FakeEngine:
+    """An engine whose adapters are their folders' names. Reads wait while `gate` is closed."""
+
+    def __init__(self) -> None:
+        self.adapters = self
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reads: list[str] = []
+        self.known: dict[str, Any] = {}
+
+    def read(self, folder: Path) -> Any:
+        self.reads.append(folder.name)
+        assert self.gate.wait(30.0)
+        return self.known.setdefault(folder.name, SimpleNamespace(digest=folder.name, rank=4))
+
+    def find_adapter(self, digest: str) -> Any:
+        if digest not in self.known:
+            raise AdapterNotLoaded("not loaded here")
+        return self.known[digest]
+
+
+def pod_with(root: Path, *folders: str) -> tuple[PodAdapters, FakeEngine]:
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+        for file in (CONFIG, WEIGHTS):
+            (root / folder / file).write_text("{}")
+    engine: Any = FakeEngine()
+    return PodAdapters(engine, str(root), None, "base"), engine
+
+
+async def test_a_directory_that_does_not_answer_holds_one_thread_and_no_other_load(tmp_path: Path) -> None:
+    pod, engine = pod_with(tmp_path, "a", "b", "c")
+    await pod.load(AdapterEntry("a", "", path="a", version=1))
+    engine.gate.clear()
+    for _ in range(3):  # callers that leave
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await pod.load(AdapterEntry("b", "", path="b"))
+    waiting = asyncio.ensure_future(pod.load(AdapterEntry("c", "", path="c", version=1)))
+    held = await asyncio.wait_for(pod.load(AdapterEntry("copy", "a", path="a", version=1)), 5.0)
+    assert (held.digest, engine.reads) == ("a", ["a", "b"])
+    engine.gate.set()
+    assert (await waiting).digest == "c"
+    assert engine.reads == ["a", "b", "c"], "calls that were given up are not made"
+    assert "b" in pod._kept, "a read whose caller has left is not lost"
+
+
+async def test_bad_paths_are_refused_with_their_field(tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    pod, engine = pod_with(root, "ok", "linked")
+    (root / "loop").symlink_to("loop")
+    (tmp_path / "secret").write_text("{}")
+    for file in (CONFIG, WEIGHTS):
+        (root / "linked" / file).unlink()
+        (root / "linked" / file).symlink_to(tmp_path / "secret")
+    for path, problem in (
+        ("x" * 300, "can read"),
+        ("a\0", "can read"),
+        ("loop", "can read|no such folder"),
+        ("linked", "not below"),
+        ("ok/../../secret", "not below"),
+        (f"ok/{CONFIG}", "can read|no such folder"),
+    ):
+        with pytest.raises(InvalidRequest, match=problem) as caught:
+            await pod.load(AdapterEntry("name", "", path=path, version=1))
+        assert caught.value.field == "lora_path"
+    assert engine.reads == []
+
+
+def test_files_without_a_date_and_absolute_paths_of_a_file_of_names(tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    _, engine = pod_with(root, "ok")
+    for file in (CONFIG, WEIGHTS):
+        os.utime(root / "ok" / file, (-5.0, -5.0))
+    (tmp_path / "names.toml").write_text(f"mine = '{root / 'ok'}'\n")
+    made: Any = engine
+    pod = PodAdapters(made, str(root), str(tmp_path / "names.toml"), "base")
+    pod.find_all()
+    assert pod.entries()[0] == [AdapterEntry("mine", "ok", 4, "ok", 1)]
+
+
+def test_a_pipe_is_no_settings_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / CONFIG)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_adapter(tmp_path, {}, 8)
+
+
+def test_a_name_in_use_is_never_forgotten() -> None:
+    names = seen.AdapterNames()
+    stable = AdapterEntry("stable", "a" * 32, path="x", version=1)
+    names.update([stable])
+    for number in range(1, 3 * seen.MAX_FORMER):
+        names.update([AdapterEntry("busy", f"{number:032x}", version=number)])
+    assert names.with_digest(stable.digest) == stable
+    assert names.with_digest(f"{3 * seen.MAX_FORMER - 2:032x}") is not None, "the last former one"
+    assert names.with_digest(f"{1:032x}") is None
+    moved = AdapterEntry("stable", stable.digest, path="y", version=2)
+    names.update([moved, stable])
+    assert names.with_digest(stable.digest) == moved, "the folder that counts now"
+
+
+def test_removed_names_are_bounded() -> None:
+    names = seen.AdapterNames()
+    for number in range(seen.MAX_REMOVED + 10):
+        names.update(
+            [AdapterEntry(f"n{number}", "1" * 32, version=1), AdapterEntry(f"n{number}", "", version=number + 2)]
+        )
+    assert len(names._entries) == seen.MAX_REMOVED
+    assert names.next_version(f"n{seen.MAX_REMOVED}") > 0
+    names.update([AdapterEntry(f"n{seen.MAX_REMOVED + 9}", "1" * 32, version=1)])
+    assert names.all() == [], "an old list brings no name back"
+
+
+def loader() -> seen.AdapterLoader:
+    made = seen.AdapterLoader(SimpleNamespace(), lambda: "p", lambda _entries: None)  # type: ignore[arg-type]
+    made.serves = True
+    return made
+
+
+async def test_a_load_that_hangs_is_not_asked_for_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod, calls, entry = loader(), [], AdapterEntry("n", "1" * 32)
+
+    async def call(asked: AdapterEntry) -> AdapterEntry:
+        calls.append(asked)
+        raise DeadlineExceeded("late")
+
+    monkeypatch.setattr(pod, "call_load", call)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match=r"pod p did not load the adapter 'n' within 30 s"):
+            await pod.load(entry, 1.0)
+    assert (len(calls), pod.refuses(entry.digest)) == (1, True)
+    await pod.refresh(transfer_pb2.InfoResponse(generation=2), SimpleNamespace())  # type: ignore[arg-type]
+    assert not pod.refuses(entry.digest), "another process"
+
+
+async def test_a_pod_that_restarts_without_adapters_has_none() -> None:
+    pod = loader()
+    pod.held = {"1" * 32}
+    await pod.refresh(transfer_pb2.InfoResponse(generation=2), SimpleNamespace())  # type: ignore[arg-type]
+    assert (pod.serves, pod.held) == (False, set())
+
+
+async def test_pods_that_lost_an_adapter_load_it_again(files: AdapterFiles) -> None:
+    prompt, params = prompt_of(31), SamplingParams(temperature=0.0, max_tokens=8)
+    expected = files.oracle("second").generate([prompt], params, ignore_eos=True, show_progress=False)
+    async with adapter_cluster(files) as cluster:
+
+        def lose() -> None:
+            """Makes the pods forget all adapters, before the gateway knows: they have restarted."""
+            for pod in cluster.pods.pods:
+                adapters = pod.runtime.adapters
+                adapters._adapters.clear()
+                adapters._listed.clear()
+                adapters._kept.clear()
+            assert all(pod.adapters.held for pod in cluster.gw.gateway.pod_table.pods.values())
+
+        lose()
+        assert await cluster.ask("second", prompt) == [expected[0].ids]
+        lose()
+        body = {"model": "first", "input": prompt}
+        answer = await cluster.gw.http.post("/v1/embeddings", json=body)
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_file_that_is_overwritten_later_changes_no_weights(tmp_path: Path) -> None:
+    """The digest is in the hashes of KV blocks, so other weights under it would mix the KV of two adapters."""
+    (tmp_path / CONFIG).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["m"]}')
+    halves = {
+        "base_model.model.m.lora_A.weight": torch.ones(2, 8),
+        "base_model.model.m.lora_B.weight": torch.ones(8, 2),
+    }
+    save_file(halves, tmp_path / WEIGHTS)
+    pair = read_adapter(tmp_path, {"m": (8, 8)}, 8).pairs["m"]
+    content = (tmp_path / WEIGHTS).read_bytes()
+    with (tmp_path / WEIGHTS).open("r+b") as file:
+        file.seek(len(content) - 128)
+        file.write(bytes(128))
+    assert torch.equal(pair.a, torch.ones(2, 8))
+    assert torch.equal(pair.b, torch.ones(8, 2))
