@@ -3,8 +3,9 @@
     peers:    request finds a cached prefix -> HotPrefixes counts it -> kv:{m}:hot:<pod> in Redis, every 30 s
     new pod:  read the lists of all peers -> sort by hits -> pull, the most used first, until time or bytes are up
 
-A pull may fail. Every failure ends in a pod with fewer cached blocks, never in a pod that is not
-ready. Without Redis, peers or lists nothing is pulled.
+A pull may fail or hang: then the next pod that holds the prefix is asked, and the one that failed is not asked again.
+Every failure ends in a pod with fewer cached blocks, never in a pod that is not ready. Without Redis, peers or lists
+nothing is pulled.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import NamedTuple
 
 from common.block_hash import HASH_BYTES
 from common.errors import BatonError, describe
+from common.kv_groups import PageOrder
 from common.process.lifecycle import log_phase
 from common.settings.configs import PodConfig
 from engine.engine import Engine
-from engine.kv.blocks import BlockPool
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import WantedBlocks
 from kv_transfer.node import TransferNode
@@ -35,8 +36,10 @@ _log = logging.getLogger(__name__)
 MAX_KNOWN = 256  # Prefixes that a pod counts
 MAX_PUBLISHED, MAX_PUBLISHED_BYTES = 16, 256 << 10
 HALF_LIFE_S = 600.0  # A hit counts half after this time
+MAX_UNIT = 1e12  # Older hits are scaled down before a new hit counts more than this
 MIN_HITS = 1.5  # A prefix with fewer hits is not worth a pull: it was used once
 POOL_SHARE = 0.5  # A new pod fills at most this share of its pool
+PULL_SHARE = 0.25  # One pull takes at most this share of the time, so that a peer that hangs leaves time for others
 _ENTRY = struct.Struct("<fI")  # Hits, blocks; then the hashes
 
 
@@ -54,20 +57,18 @@ class HotPrefixes:
         self._clock = clock
         self._lock = threading.Lock()
         self._began = clock()
-        #: By the last hash: hits in units that grow with the time, and all hashes.
-        self._known: dict[bytes, tuple[float, tuple[bytes, ...]]] = {}
+        #: By the last hash: hits in units that grow with the time, and all hashes, joined.
+        self._known: dict[bytes, tuple[float, bytes]] = {}
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """Counts a request that found these blocks, the first ones of its prompt. O(number of blocks)."""
+        key = hashes[-1]
         with self._lock:
             unit = self._unit()
-            if unit > 1e12:  # keeps the numbers finite
-                self._known = {key: (hits / unit, chain) for key, (hits, chain) in self._known.items()}
-                self._began, unit = self._clock(), 1.0
-            former = self._known.get(hashes[-1])
+            former = self._known.get(key)
             if former is None and len(self._known) >= MAX_KNOWN:
-                del self._known[min(self._known, key=lambda key: self._known[key][0])]
-            self._known[hashes[-1]] = (former[0] if former else 0.0) + unit, former[1] if former else tuple(hashes)
+                del self._known[min(self._known, key=lambda known: self._known[known][0])]
+            self._known[key] = (unit, b"".join(hashes)) if former is None else (former[0] + unit, former[1])
 
     def count(self, result: StepResult) -> None:
         """Counts the cached prefixes of the sequences that ended in a step. Engine thread."""
@@ -77,7 +78,14 @@ class HotPrefixes:
                 self.add(seq.matchable_hashes()[:cached])
 
     def _unit(self) -> float:
-        return math.exp2((self._clock() - self._began) / HALF_LIFE_S)
+        """Returns what a hit counts now. Begins new units before they become too large. The lock is held."""
+        half_lives = (self._clock() - self._began) / HALF_LIFE_S
+        if half_lives <= math.log2(MAX_UNIT):
+            return math.exp2(half_lives)
+        scale = math.exp2(-min(half_lives, 1000.0))  # a pod may be idle for weeks
+        self._known = {key: (hits * scale, chain) for key, (hits, chain) in self._known.items()}
+        self._began = self._clock()
+        return 1.0
 
     def to_bytes(self) -> bytes:
         """Returns the most used prefixes, at most MAX_PUBLISHED and MAX_PUBLISHED_BYTES; empty if there are none."""
@@ -85,7 +93,7 @@ class HotPrefixes:
             unit, known = self._unit(), sorted(self._known.values(), reverse=True)
         published = b""
         for hits, chain in known[:MAX_PUBLISHED]:
-            entry = _ENTRY.pack(hits / unit, len(chain)) + b"".join(chain)
+            entry = _ENTRY.pack(hits / unit, len(chain) // HASH_BYTES) + chain
             if len(published) + len(entry) <= MAX_PUBLISHED_BYTES:
                 published += entry
         return published
@@ -110,14 +118,15 @@ def parse_hot_prefixes(raw: bytes) -> list[HotPrefix]:
 class _Offer(NamedTuple):
     hits: float
     hashes: tuple[bytes, ...]
-    holder: PodRecord
+    holders: tuple[PodRecord, ...]
 
 
 class PrefixWarmUp:
     """Pulls of a pod that is not ready yet. Event loop."""
 
-    def __init__(self, pool: BlockPool, node: TransferNode, reader: IndexReader, scope: str, name: str) -> None:
-        self._pool, self._node, self._reader, self._scope, self._name = pool, node, reader, scope, name
+    def __init__(self, engine: Engine, node: TransferNode, reader: IndexReader, name: str) -> None:
+        self._pool, self._layout, self._node, self._reader, self._name = engine.pool, engine.layout, node, reader, name
+        self._failed: set[str] = set()  # Names of peers with a failed pull
 
     async def run(self, limit_s: float, max_blocks: int) -> int:
         """Pulls for at most limit_s and max_blocks; returns the number of blocks. Raises only CancelledError."""
@@ -126,9 +135,13 @@ class PrefixWarmUp:
         try:
             async with asyncio.timeout(limit_s):
                 for number, offer in enumerate(await self._offers()):
-                    if pulled >= max_blocks:
-                        break
-                    pulled += await self._pull(f"warm-up-{self._name}-{number}", offer, max_blocks - pulled, until)
+                    for holder in offer.holders:
+                        if pulled >= max_blocks:
+                            return pulled
+                        if holder.pod not in self._failed:
+                            left_s = min(PULL_SHARE * limit_s, until - time.monotonic())
+                            request_id = f"warm-up-{self._name}-{number}"
+                            pulled += await self._pull(request_id, offer.hashes, holder, max_blocks - pulled, left_s)
         except TimeoutError:
             _log.info("warm-up from peers stopped after %g s", limit_s)
         except BatonError as error:
@@ -139,40 +152,46 @@ class PrefixWarmUp:
 
     async def _offers(self) -> list[_Offer]:
         """Returns what the live peers offer, the most used first. Raises IndexUnavailable."""
+        scope = self._layout.scope
         records = [
             status.record
             for status in await self._reader.pods()
-            if status.record.scope == self._scope and status.record.pod != self._name and not status.draining
+            if status.record.scope == scope and status.record.pod != self._name and not status.draining
         ]
         if not records:
             return []
-        lists = await self._reader.hot_prefixes(self._scope, [record.pod for record in records])
+        lists = await self._reader.hot_prefixes(scope, [record.pod for record in records])
         return merge_offers(zip(records, lists, strict=True))
 
-    async def _pull(self, request_id: str, offer: _Offer, max_blocks: int, until: float) -> int:
-        """Pulls one prefix, or its start; returns the number of new blocks. A holder's error is 0."""
+    async def _pull(
+        self, request_id: str, hashes: Sequence[bytes], holder: PodRecord, max_blocks: int, timeout_s: float
+    ) -> int:
+        """Pulls what is missing of one prefix, or its start; returns the number of new blocks, 0 after an error."""
         pool = self._pool
-        hashes = offer.hashes[: pool.match_prefix(offer.hashes) + max_blocks]
+        hashes = hashes[: pool.match_prefix(hashes) + max_blocks]
         lease = pool.lease(hashes, len(hashes))
         if lease is None:
             return 0
         try:
-            first = lease.cached_blocks
-            if first == len(hashes):
+            first, order = lease.cached_blocks, PageOrder.of_prefix(self._layout, len(hashes))
+            if first == len(hashes) or not lease.cover_transfer(order):
                 return 0
+            pin = lease.pin_for_write(first, len(hashes) - first, order.window_starts)
             wanted = WantedBlocks(
                 request_id=request_id,
                 hashes=hashes,
-                first_block=first,
-                blocks=tuple(lease.blocks[first:]),
-                pin=lease.pin_for_write(first, len(hashes) - first),
-                timeout_s=max(0.0, until - time.monotonic()),
+                first_block=order.first_page(first),
+                blocks=pin.blocks,
+                pin=pin,
+                timeout_s=max(0.0, timeout_s),
             )
-            got = await self._node.pull(offer.holder.address, offer.holder.pod, wanted)
-            lease.publish(hashes[: first + got.blocks])
-            return got.blocks
+            got = await self._node.pull(holder.address, holder.pod, wanted)
+            complete = order.block_at(wanted.first_block + got.blocks) or first
+            lease.publish(hashes[:complete])
+            return complete - first
         except BatonError as error:
-            _log.info("a hot prefix of %s was not pulled: %s", offer.holder.pod, describe(error))
+            self._failed.add(holder.pod)
+            _log.info("a hot prefix of %s was not pulled: %s", holder.pod, describe(error))
             return 0
         finally:
             lease.finish("warm-up")
@@ -185,7 +204,7 @@ async def warm_up_from_peers(config: PodConfig, engine: Engine, node: TransferNo
     assert config.name is not None
     began, reader = time.monotonic(), IndexReader(config.redis, books=False)
     try:
-        warm_up = PrefixWarmUp(engine.pool, node, reader, engine.layout.scope, config.name)
+        warm_up = PrefixWarmUp(engine, node, reader, config.name)
         blocks = await warm_up.run(config.warm_up_s, config.warm_up_size // engine.layout.block_bytes)
     finally:
         await reader.close()
@@ -204,6 +223,9 @@ def merge_offers(lists: Iterable[tuple[PodRecord, bytes | None]]) -> list[_Offer
             continue
         for hits, hashes in prefixes:
             former = merged.get(hashes[-1])
-            merged[hashes[-1]] = _Offer(hits + (former.hits if former else 0.0), hashes, record)
+            if former is None:
+                merged[hashes[-1]] = _Offer(hits, hashes, (record,))
+            else:
+                merged[hashes[-1]] = _Offer(former.hits + hits, hashes, (*former.holders, record))
     worth = [offer for offer in merged.values() if offer.hits >= MIN_HITS]
     return sorted(worth, key=lambda offer: offer.hits, reverse=True)

@@ -12,8 +12,11 @@ import pytest
 from cli.stack.valkey import EmbeddedValkey
 from common.types import Role
 from engine.llm import LLM
+from kv_transfer.servicer import TransferServicer
+from pod.warm_up import MIN_HITS, parse_hot_prefixes
 from prefix_index import publisher
 from prefix_index.reader import IndexReader
+from tests.kv_groups.families import check_tokens, save
 from tests.rigs.pods.harness import BLOCK, Cluster, Pod, expected, prompt_of, request
 from tests.rigs.waiting import until
 
@@ -36,15 +39,19 @@ def warmed(pod: Pod) -> int:
     return int(pod.runtime.metrics.warm_up_blocks._value.get())
 
 
-async def use_prefix(cluster: Cluster, redis: str) -> None:
-    """Three prompts with one prefix; waits until Redis has the prefill pod's list."""
+async def use_prefix(cluster: Cluster, redis: str, *, holders: int = 2) -> None:
+    """Three prompts with one prefix; waits until Redis has the lists of so many pods, with two hits each."""
     for number in range(3):
         await cluster.generate(request([*PREFIX, *prompt_of(BLOCK + 1, seed=number)], 2))
-    holder = cluster.prefills[0].runtime
+    scope, names = (
+        cluster.decode.runtime.engine.layout.scope,
+        [pod.runtime.name for pod in [*cluster.prefills, cluster.decode][:holders]],
+    )
     reader = IndexReader(redis, books=False, timeout_s=5.0)
 
     async def listed() -> bool:
-        return await reader.hot_prefixes(holder.engine.layout.scope, [holder.name]) != [None]
+        lists = await reader.hot_prefixes(scope, names)
+        return all(raw is not None and parse_hot_prefixes(raw)[0].hits > MIN_HITS for raw in lists)
 
     await until(listed)
     await reader.close()
@@ -67,21 +74,62 @@ async def test_a_new_pod_has_the_hot_prefix_when_it_is_ready(model_dir: Path, ll
         assert warmed(cold) == 0
 
 
-async def test_a_holder_that_fails_leaves_a_new_pod_cold_and_ready(
+async def test_holders_that_fail_leave_a_new_pod_cold_and_ready(
     model_dir: Path, redis: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: dict[str, Any] = {"redis": redis, **WARM}
     async with Cluster.start(model_dir, prefill_config=config, decode_config=config, check=False) as cluster:
         await use_prefix(cluster, redis)
-        holder = cluster.prefills[0].runtime
 
         def refuse(*_: object) -> None:
             raise RuntimeError("no block is lent")
 
-        monkeypatch.setattr(holder.engine.pool, "pin_prefix", refuse)
+        for pod in cluster.pods:
+            monkeypatch.setattr(pod.runtime.engine.pool, "pin_prefix", refuse)
         async with asyncio.timeout(60):
             new = await cluster.add(Role.PREFILL, **{**config, "warm_up_s": 1.0})
         assert warmed(new) == 0
+
+
+@pytest.mark.parametrize("hanging", [1, 2])
+async def test_a_holder_that_hangs_leaves_time_for_others_and_no_block_behind(
+    model_dir: Path, llm: LLM, redis: str, monkeypatch: pytest.MonkeyPatch, hanging: int
+) -> None:
+    asked: list[TransferServicer] = []
+    answer_pull = TransferServicer.Pull
+
+    async def pull(self: TransferServicer, *call: Any) -> Any:
+        asked.append(self)
+        if len(asked) <= hanging:
+            await asyncio.sleep(60)
+        return await answer_pull(self, *call)
+
+    monkeypatch.setattr(TransferServicer, "Pull", pull)
+    config: dict[str, Any] = {"redis": redis, **WARM}
+    async with Cluster.start(model_dir, prefill_config=config, decode_config=config) as cluster:
+        await use_prefix(cluster, redis)
+        async with asyncio.timeout(60):
+            new = await cluster.add(Role.PREFILL, **{**config, "warm_up_s": 2.0})
+        assert len(asked) == len(set(asked)) == 2, "prefill and decode pod hold the prefix, each is asked once"
+        assert warmed(new) == (len(PREFIX) // BLOCK if hanging == 1 else 0)
+        r = request([*PREFIX, *prompt_of(BLOCK + 3, seed=78)], 6)
+        assert (await cluster.generate(r, prefill=new)).ids == expected(llm, r)
+        await until(lambda: new.runtime.engine.pool.counts().quarantined == 0)
+
+
+async def test_a_new_pod_with_kv_groups_pulls_the_pages_of_all_groups(tmp_path: Path, redis: str) -> None:
+    (tmp_path / "model").mkdir()
+    reference = save(tmp_path / "model", "qwen2-window")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    config: dict[str, Any] = {"redis": redis, "kv_groups": True, "num_blocks": 400, **WARM}
+    async with Cluster.start(tmp_path / "model", prefill_config=config, decode_config=config) as cluster:
+        await use_prefix(cluster, redis, holders=1)
+        new = await cluster.add(Role.PREFILL, **config)
+        assert warmed(new) == len(PREFIX) // BLOCK
+        r = request([*PREFIX, *prompt_of(BLOCK + 3, seed=77)], 6, logprobs=0)
+        answer = await cluster.generate(r, prefill=new)
+        assert answer.cached_tokens == len(PREFIX)
+        check_tokens(reference, r.prompt_ids, answer.tokens)
 
 
 async def test_without_redis_a_pod_starts_at_once(model_dir: Path) -> None:

@@ -37,6 +37,19 @@ def test_the_most_used_prefixes_come_first_and_later_hits_count_more() -> None:
     assert parse_hot_prefixes(hot.to_bytes())[0].hashes == tuple(chain(3, 1))
 
 
+@pytest.mark.parametrize("idle_s", [50 * warm_up.HALF_LIFE_S, 1100 * warm_up.HALF_LIFE_S, 1e9])
+def test_a_pod_that_was_idle_for_long_still_publishes_and_counts(idle_s: float) -> None:
+    now = [0.0]
+    hot = HotPrefixes(lambda: now[0])
+    hot.add(chain(1, 3))
+    now[0] += idle_s
+    (old,) = parse_hot_prefixes(hot.to_bytes())
+    assert old.hits == pytest.approx(0.0, abs=1e-12)
+    for _ in range(3):
+        hot.add(chain(2, 1))
+    assert parse_hot_prefixes(hot.to_bytes())[0] == (pytest.approx(3.0), tuple(chain(2, 1)))
+
+
 def test_the_list_and_its_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "MAX_KNOWN", 20)
     hot = HotPrefixes()
@@ -66,3 +79,4 @@ def test_hits_of_several_pods_add_up_and_single_uses_are_left_out() -> None:
     offers = merge_offers([(record("a"), lists[0]), (record("b"), lists[1]), (record("c"), None), (record("d"), b"x")])
     assert [offer.hashes for offer in offers] == [tuple(chain(1, 2)), tuple(chain(3, 2))]
     assert [round(offer.hits) for offer in offers] == [3, 3]
+    assert [[holder.pod for holder in offer.holders] for offer in offers] == [["a", "b"], ["b"]]
