@@ -213,6 +213,10 @@ class KVLayout:
 
         The number of ranks may differ if the order of all blocks is "heads", or if every rank has the only kv head.
         """
+        size, heads = other.tensor_parallel, self.num_kv_heads
+        if size < 1 or (heads % size and size % heads):
+            problem = f"tensor_parallel_size {self.tensor_parallel} on this pod, {size} on the peer"
+            raise LayoutMismatch(f"{size} ranks cannot share {heads} KV heads: {problem}", field="tensor_parallel")
         if self.tensor_parallel != other.tensor_parallel and self.num_kv_heads > 1:
             orders = f"{self._ranks_text()} on this pod, {other._ranks_text()} on the peer"
             if "layers" in (self.kv_order, other.kv_order):

@@ -470,6 +470,7 @@ def _kv_groups(config: EngineConfig, spec: ModelShape) -> tuple[LayerGroup, ...]
     groups = split_layers(spec.windows) if config.kv_groups else ()
     for name, asked, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "ranks exchange whole blocks"),
+        ("kv_order", config.kv_order == "heads", "it is for pods with several ranks, which exchange whole blocks"),
         ("speculation_model", config.speculation_model is not None, "the draft model's KV lies in whole blocks"),
         ("host_cache", config.host_cache > 0, "the host tier keeps whole blocks"),
         ("max_adapters", config.max_adapters > 0, "adapters were not proven with several block tables"),

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.errors import ConfigError, InternalError, Unavailable
+from common.errors import InternalError, Unavailable
 from common.kv_layout import KVLayout
 from common.logs import setup_logs
 from common.process.rank_channel import MEMBER_ROLES, RankChannel
@@ -79,9 +79,6 @@ def pod_backend(config: PodConfig, members: RankGroup | None, layout: KVLayout) 
     own = make_backend(config.transport, config.net_devices)
     if members is None:
         return ShardedBackend(_staged(own, config), [], layout)
-    if config.staging == "on":
-        why = "each rank has its own part of a block: use auto or off"
-        raise ConfigError(f"staging on cannot be combined with several ranks, because {why}", field="staging")
     channels = enumerate(members.channels(TRANSFER_CHANNEL), 1)
     return ShardedBackend(own, [RankBackendClient(rank, channel) for rank, channel in channels], layout)
 

@@ -330,15 +330,21 @@ class PodRuntime:
         self._server.set_serving(self._takes_work)
 
     def _drain_and_exit(self, exit_code: int, reason: str) -> None:
-        """Drains and ends this process, because only a new one can help. No effect while draining."""
-        if self.lifecycle.draining:
+        """Drains and ends this process, because only a new one can help.
+
+        A drain under way is only changed by the first report that the pod is broken: it ends within BROKEN_DRAIN_S.
+        """
+        breaks = exit_code == EXIT_BROKEN and self.exit_code != EXIT_BROKEN
+        if self.lifecycle.draining and not breaks:
             return
         _log.error("leaving: %s", reason)
         self.exit_code = exit_code
         self._server.set_serving(False)
-        if broken := (exit_code == EXIT_BROKEN and self.role.started):  # no request can end by itself
+        if broken := (breaks and self.role.started):  # no request can end by itself
             self.role.service.abort_all(Unavailable(f"pod {self.name} is broken: {reason}"))
         self.lifecycle.begin_drain(reason, BROKEN_DRAIN_S if broken else None)
+        if broken:
+            self.lifecycle.limit_drain(BROKEN_DRAIN_S)
 
     async def _drain(self) -> None:
         """Leaves the index, refuses new work, and waits until running requests and their hand-offs have ended."""

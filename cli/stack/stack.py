@@ -165,12 +165,10 @@ class Stack:
 
 
 def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
-    """Bytes of each pod's host tier."""
+    """Bytes of each rank's host tier. Pods refuse one with KV groups."""
     if config.host_cache is not None:
         return config.host_cache
-    if not config.prefix_cache:
-        return 0
-    if not on_gpus or config.tensor_parallel_size > 1:
+    if not on_gpus or not config.prefix_cache or config.kv_groups or config.tensor_parallel_size > 1:
         return 0
     from common.telemetry import memory_usage
 

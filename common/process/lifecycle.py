@@ -50,6 +50,7 @@ class Lifecycle:
         self.state = LifecycleState.STARTING
         self._stopped, self._signalled = asyncio.Event(), False
         self._task: asyncio.Task[None] | None = None
+        self._limit: asyncio.Timeout | None = None  # Of the drain under way
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -83,10 +84,18 @@ class Lifecycle:
         _log.info("draining: %s", reason)
         self._task = asyncio.get_running_loop().create_task(self._run_drain())
 
+    def limit_drain(self, limit_s: float) -> None:
+        """Ends the drain under way within limit_s seconds. No effect if it ends sooner anyway. On the event loop."""
+        self._drain_s = min(limit_s, self._drain_s)
+        end = asyncio.get_running_loop().time() + limit_s
+        if self._limit is not None and not self._limit.expired() and end < (self._limit.when() or 0.0):
+            self._limit.reschedule(end)
+
     async def _run_drain(self) -> None:
         limit = asyncio.timeout(self._drain_s)
         try:
             async with limit:
+                self._limit = limit
                 await self._drain()
         except Exception as error:  # whatever it is, the process must end
             if limit.expired() and isinstance(error, TimeoutError):
@@ -94,6 +103,7 @@ class Lifecycle:
             else:
                 _log.exception("drain failed; stopping anyway")
         finally:
+            self._limit = None
             self.state = LifecycleState.STOPPED
             self._stopped.set()
 

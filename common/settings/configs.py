@@ -384,6 +384,12 @@ class PodConfig(
     )
     metrics_port: int = setting(kinds.PORT, 0, "Prometheus port; default: off", per_process=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.staging == "on" and self.tensor_parallel_size > 1:
+            problem = f"staging on cannot be combined with tensor_parallel_size {self.tensor_parallel_size}"
+            raise ConfigError(f"{problem}: each rank has its own part of a block; use auto or off", field="staging")
+
     @property
     def pulls_prefixes(self) -> bool:
         """Whether this pod takes cached prefixes from other pods; without a prefix cache it could not keep them."""
@@ -628,8 +634,8 @@ class UpConfig(
     )
     host_cache: int | None = optional_setting(
         kinds.size(0),
-        "Host memory per pod for KV blocks that its pool evicts, like 32GiB; default: none on a CPU, on GPUs half of "
-        "the free memory, at most 32GiB per pod",
+        "Host memory of each rank for KV blocks that the pool evicts, like 32GiB; default: none on a CPU, with several "
+        "ranks or with kv_groups, else half of the free memory for all pods, at most 32GiB for each",
     )
     gpu_memory_utilization: float = setting(kinds.GPU_SHARE, 0.9, "Share of a GPU's memory for all its pods together")
     net_devices: tuple[str, ...] = setting(

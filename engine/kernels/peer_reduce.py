@@ -7,9 +7,10 @@ The vector is cut into chunks, one for each program. Program i of a rank talks t
     wait until own flags[i][r] >= epoch for all r   acquire: all chunks are there
     part = sum of all ranks' buffers, in the order of the ranks, in float32
 
-The epoch counts launches on the device, so a CUDA graph replays the kernel. Two halves of the buffer alternate. A rank
-that has reached epoch n + 1 has read all chunks of epoch n, so a half is written again only after all have read it. All
-ranks add in one order, so all have the same bits. The kernel never uses NVLink multicast.
+The epoch counts launches on the device, so a CUDA graph replays the kernel. It is an int32 that wraps
+around: 8,000 sums a second pass 2^31 after three days. Two halves of the buffer alternate. A rank that has reached
+epoch n + 1 has read all chunks of epoch n, so a half is written again only after all have read it. All ranks add in one
+order, so all have the same bits. The kernel never uses NVLink multicast.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _one_shot_kernel(
     own = tl.load(addresses + RANK)
     epochs = (own + EPOCHS).to(tl.pointer_type(tl.int32)) + program
     epoch = tl.load(epochs) + 1
-    half = (epoch % 2).to(tl.int64) * HALF
+    half = (epoch & 1).to(tl.int64) * HALF
     first = program * CHUNK
     for start in range(0, CHUNK, BLOCK):
         at = first + start + tl.arange(0, BLOCK)
@@ -72,7 +73,7 @@ def _one_shot_kernel(
     own_flags = (own + FLAGS).to(tl.pointer_type(tl.int32)) + program * STRIDE
     for other in tl.static_range(SIZE):
         seen = tl.atomic_add(own_flags + other, 0, sem="acquire", scope="sys")
-        while seen < epoch:
+        while epoch - seen > 0:  # the difference is right when the epochs wrap around
             seen = tl.atomic_add(own_flags + other, 0, sem="acquire", scope="sys")
     tl.debug_barrier()  # no thread reads before all flags are seen
     for start in range(0, CHUNK, BLOCK):

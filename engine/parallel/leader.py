@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future, wait
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from common.errors import ConfigError, InternalError, describe
 from common.kv_layout import KVLayout
 from engine.config import EngineConfig
+from engine.device import make_current
 from engine.kv.blocks import BlockCopy
 from engine.kv.host_copier import HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
@@ -28,7 +30,7 @@ from engine.models.base import ForwardContext, Model
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
 from engine.models.spec import UNSHARDED, Shard, shard_error
-from engine.parallel.collectives import Collectives, load_shard, open_store, pack_step
+from engine.parallel.collectives import TIMEOUT_S, Collectives, load_shard, open_store, pack_step
 from engine.parallel.host_pool import MirroredHostPool
 from engine.parallel.rank_group import RankGroup
 
@@ -142,17 +144,45 @@ class TensorParallelBuilder(EngineBuilder):
                 threads=config.threads_per_rank,
             )
         rank_group.receive()
-        host, size = rank_group.host, self.shard.size
-        store, port = open_store(host)
-        whole, one_shot = self.shard.whole_experts, config.tensor_parallel_reduce == "one_shot"
-        fields: dict[str, Any] = {"dtype": dtype, "max_len": max_len, "store": port, "host": host}
-        rank_group.send("load", size=size, whole_experts=whole, one_shot=one_shot, **fields)
-        collectives = Collectives(store, 0, size, device, host, one_shot=one_shot)
+        collectives = self._connect()
         rank_group.on_failure = collectives.abort
+        rank_group.check_alive()  # a failure before this line aborted nothing
+        whole_experts = self.shard.whole_experts
+        rank_group.send("load", size=self.shard.size, whole_experts=whole_experts, dtype=dtype, max_len=max_len)
         local = load_shard(self._source, self.shard, collectives, max_len, device, TORCH_DTYPES[dtype])
         rank_group.receive()
         _log.info("%d tensor-parallel ranks have loaded their weights", rank_group.size)
         return MirroredModel(local, rank_group, collectives)
+
+    def _connect(self) -> Collectives:
+        """Connects the devices of all ranks. Raises InternalError as soon as one of the ranks fails.
+
+        Rank 0 connects on a thread of its own: it would wait TIMEOUT_S for a rank that has ended.
+        """
+        rank_group, device, size = self._rank_group, self._device, self.shard.size
+        host, one_shot = rank_group.host, self._config.tensor_parallel_reduce == "one_shot"
+        store, port = open_store(host)
+        connected: Future[Collectives] = Future()
+
+        def connect() -> None:
+            try:
+                make_current(device)
+                connected.set_result(Collectives(store, 0, size, device, host, one_shot=one_shot))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        def check() -> None:
+            if connected.done() and (error := connected.exception()) is not None:
+                raise rank_group.fail(f"rank 0 cannot connect to the other ranks: {describe(error)}") from error
+
+        rank_group.send("connect", size=size, store=port, host=host, one_shot=one_shot)
+        threading.Thread(target=connect, name="connect-ranks", daemon=True).start()
+        rank_group.receive(check)
+        wait([connected], TIMEOUT_S)  # the other ranks are connected, so rank 0 nearly is
+        check()
+        if not connected.done():
+            raise rank_group.fail(f"rank 0 did not connect to the other ranks within {TIMEOUT_S:g} s")
+        return connected.result()
 
     def own_part(self, model: Model) -> Model:
         assert isinstance(model, MirroredModel)

@@ -7,12 +7,13 @@ gigabytes_per_s, direct). Exit code 1 and a line on stderr report a failure.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ HOST = "127.0.0.1"
 SMALL = 16 << 10  # Bytes of the all-reduce of one token of an 8B model in bfloat16.
 LARGE = {"cpu": 4 << 20, "cuda": 256 << 20}
 ROUNDS = 20
-DEADLINE_S = 60.0
+DEADLINE_S = 60.0  # Below the deadline of `baton doctor`.
+POLL_S = 0.01
+REASON_S = 2.0  # Time for a rank that ends to say why, after rank 0 has failed.
 
 
 def probe(devices: list[str]) -> dict[str, Any]:
@@ -38,30 +41,38 @@ def probe(devices: list[str]) -> dict[str, Any]:
         subprocess.Popen(tether_command([*command, str(rank), str(port), *devices]), text=True, **options)
         for rank in range(1, len(devices))
     ]
+    found: Future[dict[str, Any]] = Future()
 
-    def end_children() -> None:
+    def sum_on_rank_0() -> None:
+        try:
+            found.set_result(sum_vectors(0, devices, store))
+        except BaseException as error:
+            found.set_exception(error)
+
+    # On a thread: rank 0 would wait for a rank that has ended.
+    threading.Thread(target=sum_on_rank_0, daemon=True).start()
+    until = time.monotonic() + DEADLINE_S
+    try:
+        while not (found.done() and all(child.poll() == 0 for child in children)):
+            for rank, child in enumerate(children, 1):
+                if child.poll():
+                    _, error = child.communicate(timeout=DEADLINE_S)
+                    reason = error.strip().rpartition("\n")[2] or f"exit code {child.returncode}"
+                    raise InternalError(f"rank {rank} on {devices[rank]} failed: {reason}")
+            failure = found.exception() if found.done() else None
+            if failure is not None:
+                until = min(until, time.monotonic() + REASON_S)
+            if time.monotonic() > until:
+                reason = f"no sum within {DEADLINE_S:g} s" if failure is None else describe(failure)
+                raise InternalError(f"the ranks cannot sum a vector: {reason}") from failure
+            time.sleep(POLL_S)
+    finally:
         for child in children:
             child.kill()
-
-    late = threading.Timer(DEADLINE_S, end_children)
-    late.start()
-    try:
-        found = sum_vectors(0, devices, store)
-        for rank, child in enumerate(children, 1):
-            _, error = child.communicate(timeout=DEADLINE_S)
-            if child.returncode:
-                raise InternalError(f"rank {rank} on {devices[rank]} failed: {error.strip().rpartition(chr(10))[2]}")
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        ended = [rank for rank, child in enumerate(children, 1) if child.poll()]
-        raise InternalError(f"the ranks cannot sum a vector: {describe(error)}; ranks that ended: {ended}") from error
-    finally:
-        late.cancel()
-        end_children()
-        for child in children:
             child.wait()
-            with contextlib.suppress(AttributeError):
-                child.stderr.close()  # type: ignore[union-attr]
-    return found
+            assert child.stderr is not None
+            child.stderr.close()
+    return found.result()
 
 
 @torch.inference_mode()
@@ -116,4 +127,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread of torch may still wait for another rank

@@ -2,7 +2,7 @@
 
     python -m engine.parallel.rank RANK HOST:PORT        (the group's secret is in BATON_SECRET)
 
-    join -> open -> load -> pool -> step, zero, copy ... -> stop
+    join -> open -> connect -> load -> pool -> step, zero, copy ... -> stop
 
 The process ends at once when rank 0 has ended, even while it waits for a device. An error ends it too; rank 0 notices,
 and the group has failed. A rank has no scheduler, sampler or prefix cache.
@@ -80,7 +80,13 @@ class Rank:
 
         An error of this rank is sent to rank 0 and then raised.
         """
-        answered = {"open": self._open, "load": self._load, "pool": self._create_pool, "host": self._open_host_tier}
+        answered = {
+            "open": self._open,
+            "connect": self._connect,
+            "load": self._load,
+            "pool": self._create_pool,
+            "host": self._open_host_tier,
+        }
         unanswered = {"step": self._step, "zero": self._zero, "copy": self._copy}
         self.heartbeat.begin()
         while (message := self._receive()).kind != "stop":
@@ -123,15 +129,20 @@ class Rank:
             raise ConfigError(text, field="model")
 
     @torch.inference_mode()
-    def _load(self, message: RankMessage) -> None:
-        fields, source = message.fields, self._source
-        assert source is not None
+    def _connect(self, message: RankMessage) -> None:
+        """Connects the devices of all ranks; all ranks do it at the same time."""
+        fields = message.fields
         store = join_store(fields["host"], fields["store"])
         place = self._rank, fields["size"], self._device, self._channel.host
-        collectives = Collectives(store, *place, one_shot=fields["one_shot"])
+        self._collectives = Collectives(store, *place, one_shot=fields["one_shot"])
+
+    @torch.inference_mode()
+    def _load(self, message: RankMessage) -> None:
+        fields, source, collectives = message.fields, self._source, self._collectives
+        assert source is not None
+        assert collectives is not None
         shard = Shard(self._rank, fields["size"], fields["whole_experts"])
         dtype = TORCH_DTYPES[fields["dtype"]]
-        self._collectives = collectives
         self._model = load_shard(source, shard, collectives, fields["max_len"], self._device, dtype)
 
     def _create_pool(self, message: RankMessage) -> None:

@@ -35,6 +35,7 @@ JOIN_S = 120.0  # Longest wait for ranks of this machine, which import torch fir
 JOIN_NODES_S = 1800.0  # Longest wait for ranks of other machines, which may be started later.
 ANSWER_S = 1800.0  # Longest wait for an answer. A rank loads its weights before its first answer.
 POLL_S = 0.2
+RECEIVE_POLL_S = 0.01  # Wait for the answer of one rank before the next one is asked.
 STOP_S = 5.0  # A rank that does not end within this time is killed.
 FAILED_STOP_S = 0.5  # The same for the ranks of a group that has failed: they may wait for a lost rank.
 SECRET_VARIABLE = "BATON_SECRET"
@@ -150,18 +151,30 @@ class RankGroup:
         self.send(kind, **fields)
         return self.receive()
 
-    def receive(self) -> list[RankMessage]:
-        """Returns the next message of every rank. Raises InternalError if a rank fails or is silent for ANSWER_S."""
-        messages: list[RankMessage] = []
-        for rank, channel in enumerate(self.channels(), 1):
-            try:
-                message = channel.receive(ANSWER_S)
-            except Unavailable as error:
-                raise self.fail(f"tensor-parallel rank {rank} is gone: {error.message}") from error
-            if message.kind == "failed":
-                raise self.fail(f"tensor-parallel rank {rank} failed: {message.fields['error']}")
-            messages.append(message)
-        return messages
+    def receive(self, check: Callable[[], object] = lambda: None) -> list[RankMessage]:
+        """Returns the next message of every rank. Raises InternalError if a rank fails or is silent for ANSWER_S.
+
+        `check` is called in between. A rank may wait for another one, so the first failure of any rank ends the wait.
+        """
+        messages: dict[int, RankMessage] = {}
+        until = time.monotonic() + ANSWER_S
+        while missing := [rank for rank in range(1, self.size) if rank not in messages]:
+            for rank in missing:
+                channel = self.channels()[rank - 1]
+                try:
+                    if not channel.wait_readable(RECEIVE_POLL_S):
+                        continue
+                    message = channel.receive()
+                except Unavailable as error:
+                    raise self.fail(f"tensor-parallel rank {rank} is gone: {error.message}") from error
+                if message.kind == "failed":
+                    raise self.fail(f"tensor-parallel rank {rank} failed: {message.fields['error']}")
+                messages[rank] = message
+            self.check_alive()
+            check()
+            if time.monotonic() > until:
+                raise self.fail(f"tensor-parallel ranks {missing} sent no answer within {ANSWER_S:g} s")
+        return [messages[rank] for rank in range(1, self.size)]
 
     def check_alive(self) -> None:
         """Raises InternalError if the group has failed."""

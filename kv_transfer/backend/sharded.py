@@ -121,8 +121,10 @@ class RankBackendClient:
         return message
 
     def _mark_gone(self, why: str) -> None:
+        """Gives the rank up. The closed channel ends its process and the group, because the rank may only be silent."""
         _log.error("%s", why)
         self._gone = why
+        self._channel.close()
 
 
 @dataclass(eq=False)
@@ -447,7 +449,8 @@ class ShardedBackend:
         own: list[np.ndarray] = []
         others = self._with_rank_0(self._ranks, lambda: own.append(part_checksums(memory, blocks, ranges[0])))
         found = [*own, *(np.frombuffer(response.payload, dtype=np.uint32) for response in others)]
-        return join_checksums(parts, [sums.reshape(len(blocks), -1) for sums in found])
+        shaped = [sums.reshape(len(blocks), len(of_rank)) for sums, of_rank in zip(found, parts, strict=True)]
+        return join_checksums(parts, shaped)
 
     def close(self) -> None:
         for rank in self._ranks:

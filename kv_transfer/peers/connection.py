@@ -117,8 +117,10 @@ def require_compatible(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.Inf
     own_layout, other_layout = layout_from_pb(mine.layout), layout_from_pb(theirs.layout)
     own_layout.require_equal(other_layout)
     same_size = own_layout.tensor_parallel == other_layout.tensor_parallel
-    if same_size and (own := mine.layout.block_bytes) != (other := theirs.layout.block_bytes):
-        differ = f"KV layouts differ in block_bytes: {own} on this pod, {other} on {theirs.pod}"
+    own = mine.layout.block_bytes if same_size else other_layout.block_bytes  # as this pod computes them
+    if own != (other := theirs.layout.block_bytes):
+        ranks = "" if same_size else f" for tensor_parallel_size {other_layout.tensor_parallel}"
+        differ = f"KV layouts differ in block_bytes{ranks}: {own} on this pod, {other} on {theirs.pod}"
         raise LayoutMismatch(differ, field="block_bytes")
     if mine.fingerprint != theirs.fingerprint:
         raise LayoutMismatch("KV fingerprints differ although every field is equal", field="fingerprint")

@@ -45,7 +45,13 @@ class Ranks:
 def test_a_rank_adds_the_parts_of_all_ranks(size: int, count: int, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(size)
     ranks, programs = Ranks(size), -(-count // CHUNK)
-    for epoch in (1, 2, 3):  # the halves alternate
+    last = 2**31 - 1
+    ranks_at_wrap = [last, -last - 1, -last]
+    for epoch in (1, 2, 3, *ranks_at_wrap):  # the halves alternate
+        if epoch == last:
+            for rank in range(size):
+                ranks.epochs(rank)[:programs] = last - 1
+                ranks.flags(rank)[:programs] = last - 1
         parts = [torch.randn(count, generator=random).to(dtype) for _ in range(size)]
         expected = torch.zeros(count)
         for part in parts:
@@ -55,7 +61,7 @@ def test_a_rank_adds_the_parts_of_all_ranks(size: int, count: int, dtype: torch.
                 if other != me:
                     ranks.half(other, epoch, part).copy_(part)
                     ranks.flags(me)[:programs, other] = epoch
-                    ranks.flags(other)[:, me] = 0
+                    ranks.flags(other)[:programs, me] = ranks.epochs(me)[0]
             mine = parts[me].clone()
             assert supports(mine)
             one_shot_all_reduce(mine, ranks.addresses, me, size)

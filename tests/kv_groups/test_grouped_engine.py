@@ -129,6 +129,7 @@ def test_pages_that_left_the_window_are_free_or_evictable(tmp_path: Path) -> Non
         {"cache_pin": 1 << 20},
         {"prefix_cache": False},
         {"tensor_parallel_size": 2},
+        {"kv_order": "heads"},
     ],
     ids=lambda options: next(iter(options)),
 )

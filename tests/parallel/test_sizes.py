@@ -301,5 +301,10 @@ def test_an_impossible_pair_names_both_sizes() -> None:
     ):
         one.require_equal(four)
     one.require_equal(dataclasses.replace(one, tensor_parallel=1))
+    three = dataclasses.replace(one, tensor_parallel=3, kv_order="heads")
+    with pytest.raises(
+        LayoutMismatch, match="3 ranks cannot share 4 KV heads: tensor_parallel_size 4 on this pod, 3 on the peer"
+    ):
+        four.require_equal(three)
     with pytest.raises(LayoutMismatch, match="kv_order: 'layers' on this pod, 'heads' on the peer"):
         one.require_equal(dataclasses.replace(one, kv_order="heads"))

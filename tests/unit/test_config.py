@@ -235,7 +235,7 @@ def test_an_engine_is_a_pod_with_more_settings() -> None:
     assert all(engine_settings.pop(name) for name in of_hybrid_models)
     for name in engine_settings.keys() & pod_settings.keys():
         assert engine_settings[name] == pod_settings[name]
-    own = {"num_blocks", "prompt_step_tokens", "num_states", "snapshot_blocks"}
+    own = {"num_blocks", "prompt_step_tokens"}
     assert engine_settings.keys() - pod_settings.keys() == own
     assert current_names(EngineConfig, {"prompt_budget": 64}) == {"prompt_step_tokens": 64}
 
@@ -316,3 +316,10 @@ def test_a_draft_model_is_required_exactly_if_the_proposer_uses_one(speculation:
         with pytest.raises(ConfigError, match="speculation_model") as caught:
             kind(speculation=speculation, speculation_model=model, **more)
         assert caught.value.field == "speculation_model"
+
+
+def test_staging_with_several_ranks_names_both_settings() -> None:
+    with pytest.raises(ConfigError, match="staging on cannot be combined with tensor_parallel_size 2") as caught:
+        pod(staging="on", tensor_parallel_size=2)
+    assert caught.value.field == "staging"
+    assert pod(staging="auto", tensor_parallel_size=2).staging == "auto"

@@ -314,6 +314,28 @@ def test_a_lost_rank_fails_pending_and_later_writes(fabric: LoopbackFabric, grou
     assert receiver.backend.notifications() == []
 
 
+def test_a_silent_rank_is_given_up_and_its_channel_closed(fabric: LoopbackFabric) -> None:
+    """The closed channel ends the rank's process and its group: transfers of this pod could never work again."""
+    mine, theirs = pair()
+    rank = RankBackendClient(1, mine)
+    backend = ShardedBackend(LoopbackBackend(fabric), [rank], LAYOUT)
+    rank.send("metadata")
+    with pytest.raises(TransferFailed, match=r"rank 1 did not answer within 0\.01 s"):
+        rank.wait_response(0.01)
+    assert mine.peer_closed()
+    assert theirs.peer_closed()
+    handle = backend.write("receiver", [1], [1], b"")
+    assert settle(backend, handle) is WriteState.FAILED
+    theirs.close()
+
+
+def test_checksums_of_no_blocks(groups: tuple[Group, Group]) -> None:
+    """All blocks of a push may be in the receiver's cache."""
+    sender, _ = groups
+    assert sender.backend.checksums([]) == []
+    assert len(sender.backend.checksums([1, 2])) == 2
+
+
 def test_a_group_whose_heads_are_not_slices_is_refused(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
     sender, receiver = groups
     with pytest.raises(TransferFailed, match=r"size 2 with kv_order layers .*size 1 with kv_order layers"):

@@ -59,7 +59,7 @@ class ThreadRanks:
     def join(self) -> None:
         """Waits until the ranks have ended."""
         for thread in self.threads:
-            thread.join(10.0)
+            thread.join(60.0)
             assert not thread.is_alive()
 
 
