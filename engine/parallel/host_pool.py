@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.errors import InternalError, Unavailable
+from common.errors import InternalError, Unavailable, describe
 from common.process.rank_channel import RankChannel, RankMessage
 from engine.device import make_current
 from engine.kv.host_copier import HostKVPool
@@ -98,7 +98,7 @@ class RankHostTier:
             _log.info("rank 0 has ended")
         except Exception as error:
             _log.exception("the host tier of this rank failed")
-            self._channel.send("failed", error=str(error))
+            self._channel.send("failed", error=describe(error))
         self._memory.close()
 
     def _copy(self, memory: HostKVPool, message: RankMessage) -> int:

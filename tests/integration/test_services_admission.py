@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import (
+    AdapterNotLoaded,
     BatonError,
     DeadlineExceeded,
     InternalError,
@@ -67,11 +68,11 @@ class TestAdmission:
         async with Cluster.start(model_dir) as cluster:
             r = replace(request(prompt_of(9)), adapter="0" * 32)
             for remote_only in (False, True):
-                with pytest.raises(InvalidRequest) as caught:
+                with pytest.raises(AdapterNotLoaded) as caught:
                     await cluster.reserve(r, remote_only=remote_only)
                 assert caught.value.field == "adapter"
             assert cluster.decode.runtime.engine.pool.counts().leased == 0
-            with pytest.raises(InvalidRequest) as caught, translate_rpc_errors():
+            with pytest.raises(AdapterNotLoaded) as caught, translate_rpc_errors():
                 await cluster.prefill.prefill.Prefill(
                     prefill_pb2.PrefillRequest(request=request_to_pb(r)), timeout=30
                 ).read()

@@ -175,7 +175,7 @@ def test_layers_for_multi_token_prediction_are_skipped_with_a_notice(
     save_file(load_file(path) | extra, path, {"format": "pt"})
     with caplog.at_level(logging.INFO):
         Rig(tmp_path)
-    assert "2 tensors are for multi-token prediction" in caplog.text
+    assert "2 tensors for multi-token prediction" in caplog.text
 
 
 def test_a_random_model_is_one_model_on_all_ranks(tmp_path: Path) -> None:

@@ -51,8 +51,9 @@ async def test_a_frozen_peer_does_not_delay_the_probes_of_other_peers() -> None:
     pods = ("frozen-0", "frozen-1", "healthy")
     made: list[Any] = [SimpleNamespace(pod=pod, address=pod, agent=pod, **plain) for pod in pods]
     frozen = [asyncio.create_task(probe(connection, keep_alive=True)) for connection in made[:2]]
-    while not peers.asked:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        while not peers.asked and not any(task.done() for task in frozen):
+            await asyncio.sleep(0)
     await asyncio.wait_for(probe(made[2], keep_alive=True), 10.0)
     assert made[2].block_at > 0
     assert not any(task.done() for task in frozen)

@@ -273,6 +273,7 @@ NEEDS_TRITON = [
     "engine.adapters.triton_rows",
     "engine.parallel.one_shot",
     "engine.models.fixed_order",
+    "engine.models.compiled_row",
 ]
 
 # One process forks a child for each package, so that torch is read once: the children of packages that may load torch
