@@ -12,8 +12,8 @@ VALUES_AT_ONCE = 4  # Values that one pass over the result adds. A block has a m
 
 
 @compiled(
-    "void(float32[:, :, :], float32[:, ::1], UniTuple(int64, 3), int64, int64[:, ::1], int64[::1], int64, int64, int64, "
-    "float32, float32[::1], float32[:, :, ::1])"
+    "void(float32[:, :, :], float32[:, ::1], UniTuple(int64, 3), int64, int64[:, ::1], int64[::1], int64, int64, "
+    "int64, float32, float32[::1], float32[:, :, ::1])"
 )
 def attend_tokens(
     query: np.ndarray,
