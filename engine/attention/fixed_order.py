@@ -68,14 +68,17 @@ class FixedOrderAttention(TritonAttention):
 
 
 class RowWiseAttention(TorchAttention):
-    """`TorchAttention` that attends with each new token alone, over the blocks up to this token."""
+    """`TorchAttention` that attends with each new token alone, over the blocks up to this token.
+
+    It never uses the compiled kernel, whose order of sums is another: a token may be computed with others, too.
+    """
 
     def prepare(self, step: StepShape) -> TorchMetadata:
         rows = [row for row, new in enumerate(step.num_new) for _ in range(new)]
         starts = [start + i for start, new in zip(step.starts, step.num_new, strict=True) for i in range(new)]
         single = layout_step(StepShape(starts, [1] * len(rows), [step.blocks[row] for row in rows]), *self._block_args)
         groups = tuple(self._group(np.array([i]), single, alone=False) for i in range(len(rows)))
-        return replace(super().prepare(step), groups=groups)
+        return replace(super().prepare(step), groups=groups, tokens=None)
 
     @property
     def _block_args(self) -> tuple[int, int]:

@@ -180,7 +180,7 @@ class TorchAttention:
         assert self._attend_tokens is not None
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         queries, results, dim = query.numpy(), out.numpy(), self._head_dim
-        pool, block_stride = _matrix(cache.kv, dim).numpy(), cache.kv.stride(0) // dim
+        pool, strides = _matrix(cache.kv, dim).numpy(), tuple(stride // dim for stride in cache.kv.stride()[:3])
         scores = np.empty(0, np.float32) if sinks is None else sinks.detach().float().numpy()
         sees = (self._block_size, self._first, np.iinfo(np.int64).max if window is None else window)
 
@@ -188,7 +188,7 @@ class TorchAttention:
             assert self._attend_tokens is not None
             places = (tokens.tables[rows], tokens.positions[rows])
             scaled = (self._scale, scores, results[rows])
-            self._attend_tokens(queries[rows], pool, block_stride, self._kv_heads, *places, *sees, *scaled)
+            self._attend_tokens(queries[rows], pool, strides, self._kv_heads, *places, *sees, *scaled)
 
         first, *others = tokens.parts
         running = [self._executor.submit(attend, rows) for rows in others]

@@ -334,7 +334,7 @@ def make_ops(
 
 def make_single_row_ops(ops: TorchOps, linears: Sequence[Linear]) -> SingleRowOps:
     """Returns the fastest operations of one row, with the rope tables of `ops`. linears: all products of the layers."""
-    if is_available() and sum(linear.in_features * linear.out_features for linear in linears) >= MIN_COMPILED_WEIGHTS:
+    if sum(linear.in_features * linear.out_features for linear in linears) >= MIN_COMPILED_WEIGHTS and is_available():
         from engine.models.compiled_row import CompiledRowOps
 
         return CompiledRowOps.of(ops, linears)

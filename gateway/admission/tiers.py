@@ -50,8 +50,15 @@ class TierCredits:
             self.values[tier] -= tokens
 
     def correct(self, tier: int, tokens: float) -> None:
-        """Adds the tokens that an answer has more than expected; may be negative."""
-        self.values[tier] = max(-MAX_DEBT, min(MAX_DEBT, self.values[tier] - tokens))
+        """Adds the tokens that an answer has more than expected; may be negative.
+
+        MAX_DEBT bounds what corrections add. A debt of large turns may be higher, and stays.
+        """
+        value = self.values[tier]
+        if tokens > 0:
+            self.values[tier] = min(value, max(-MAX_DEBT, value - tokens))
+        else:
+            self.values[tier] = max(value, min(MAX_DEBT, value - tokens))
 
     def on_empty(self, tier: int) -> None:
         """The tier has no waiting request any more: it keeps no credit for the time without requests."""

@@ -326,6 +326,8 @@ class Attempt:
             error = await self._handle_prefill_events(prefill, call)
         finally:
             pod.unwatch_prefill(prefill)
+            if prefill.placement.prefill_outlives:
+                prefill.placement.on_prefill_end()
             call.cancel()  # without effect on a call that has ended
             if target_task is not None:
                 target_task.cancel()
@@ -567,6 +569,8 @@ class Attempt:
         self._metrics.duplicates.inc(self.token_queue.take_duplicates())
         if self.token_queue.complete and self._placement is not None:
             self._placement.record_success(self._placement.decode)
+            # Its hand-off tells whether the prefill pod works. The answer can be complete first, if it is short.
+            self._placement.prefill_outlives = self._prefill is not None and not self._prefill.task.done()
         self._release_decode(abort=not self.token_queue.complete or self._hand_off_failed)
         if not self.token_queue.complete and self._prefill is not None:
             self._prefill.task.cancel()

@@ -70,7 +70,8 @@ class Breaker:
         """Returns whether the pod may get one more request."""
         if self.closed:
             return True
-        return now >= max(self._open_until, max(self._probes.values(), default=-math.inf) + PROBE_S)
+        newest = next(reversed(self._probes.values()), -math.inf)
+        return now >= max(self._open_until, newest + PROBE_S)
 
     def on_sent(self, request_id: str, now: float) -> None:
         """A request goes to the pod. While the breaker is not closed, it is a probe."""
@@ -91,7 +92,9 @@ class Breaker:
     def on_failure(self, request_id: str, now: float, weight: float = 1.0) -> bool:
         """A request failed; `weight`: how sure it is that this pod is to blame. Returns whether the breaker opened."""
         if not self.closed:
-            if self._probes.pop(request_id, None) is not None:  # else it was sent before
+            # A request from before the breaker opened, or one that the open pod got as the last resort, tells nothing
+            # new. If all pods fail, many of these fail at once, and the pause must not be doubled for each.
+            if self._probes.pop(request_id, -math.inf) >= self._open_until:
                 self._pause_s = min(MAX_OPEN_S, 2 * self._pause_s)
                 self._open_until = now + self._pause_s
             return False

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import (
+    AdapterNotLoaded,
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -39,7 +40,7 @@ AMPLE_FREE_SHARE = 0.125  #: A decode pod with this share of its pool free almos
 INFLIGHT_LINGER_S = 0.2
 
 #: Errors of a request for which the pod that sent them is not to blame.
-_NOT_BY_PODS = (InvalidRequest, Overloaded, RoleChanged, DeadlineExceeded, Cancelled)
+_NOT_BY_PODS = (InvalidRequest, AdapterNotLoaded, Overloaded, RoleChanged, DeadlineExceeded, Cancelled)
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Placement:
     inflight: InFlightPrompts
     approx_index: ApproxIndex
     unbook_shared: Callable[[str, Sequence[Pod]], None]  #: Ends bookings in the index.
+    prefill_outlives: bool = False  #: The Prefill call goes on after the release; `on_prefill_end` ends it.
     _booked: bool = False  #: The bookings exist.
     _computing: bool = False  #: The booking of the prompt exists too.
 
@@ -186,14 +188,20 @@ class Placement:
     def _release_local(self) -> None:
         """Ends the bookings in this gateway, not those in the index."""
         self.chosen_decode.option.view.decode_bookings.remove(self.request_id)
-        for chosen in self._chosen:
-            chosen.option.view.on_end(self.request_id)
+        self.chosen_decode.option.view.on_end(self.request_id)
+        if not self.prefill_outlives:
+            self.on_prefill_end()
         if self._computing:
             self._computing_pod.option.view.prefill_bookings.remove(self.request_id)
             self.inflight.remove(self.request_id)
         self._booked = self._computing = False
 
     # -- what the pods' breakers learn
+
+    def on_prefill_end(self) -> None:
+        """The Prefill call has ended, so it is no probe any more. Idempotent."""
+        if self.chosen_prefill is not None:
+            self.chosen_prefill.option.view.on_end(self.request_id)
 
     def record_success(self, pod: Pod) -> None:
         """The pod has done its part of the request."""

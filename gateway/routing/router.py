@@ -260,14 +260,8 @@ class RoutingPlan:
         Decode pods at addresses in `tried` are not used again, pods in `avoided` only if there are no others.
         """
         now = time.monotonic()
-        best: tuple[HashedPrompt, str, list[PodOption], list[PodOption]] | None = None
-        for fingerprint in self.table.pods_by_layout():
-            if self.layout_fingerprint not in (None, fingerprint):
-                continue
-            prompt = self.prompts.get(fingerprint, HashedPrompt())
-            decodes, prefills = self._rank_pods(fingerprint, prompt, avoided, tried, now)
-            if decodes and (best is None or decodes[0].cost_s < best[2][0].cost_s):
-                best = prompt, fingerprint[:8], decodes, prefills
+        # The pods that are left may be too small for the request, or unable to exchange KV. Then any pod is used.
+        best = self._best_layout(avoided, tried, now) or self._best_layout(avoided, tried, now, last_resort=True)
         if best is None:
             return None
         prompt, scope, *sides = best
@@ -304,17 +298,47 @@ class RoutingPlan:
             _record_foreign_bookings(group, result)
         return placement
 
+    def _best_layout(
+        self, avoided: Collection[str], tried: Collection[str], now: float, *, last_resort: bool = False
+    ) -> tuple[HashedPrompt, str, list[PodOption], list[PodOption]] | None:
+        """Returns the hashed prompt, the scope and the ranked decode and prefill pods of the best layout; None: no pod.
+
+        A layout whose best pods are fit and not avoided comes before a cheaper one.
+        """
+        best: tuple[HashedPrompt, str, list[PodOption], list[PodOption]] | None = None
+        best_rank = (0, 0.0)
+        for fingerprint in self.table.pods_by_layout():
+            if self.layout_fingerprint not in (None, fingerprint):
+                continue
+            prompt = self.prompts.get(fingerprint, HashedPrompt())
+            decodes, prefills = self._rank_pods(fingerprint, prompt, avoided, tried, now, last_resort=last_resort)
+            firsts = [options[0].view for options in (decodes, prefills) if options]
+            unfit = sum(view.address in avoided or not view.takes_requests(now) for view in firsts)
+            if decodes and (best is None or (unfit, decodes[0].cost_s) < best_rank):
+                best, best_rank = (prompt, fingerprint[:8], decodes, prefills), (unfit, decodes[0].cost_s)
+        return best
+
     def _rank_pods(
-        self, fingerprint: str, prompt: HashedPrompt, avoided: Collection[str], tried: Collection[str], now: float
+        self,
+        fingerprint: str,
+        prompt: HashedPrompt,
+        avoided: Collection[str],
+        tried: Collection[str],
+        now: float,
+        *,
+        last_resort: bool,
     ) -> tuple[list[PodOption], list[PodOption]]:
-        """Returns the ranked decode and prefill pods of a layout, or pods of role both and none. Both may be empty."""
+        """Returns the ranked decode and prefill pods of a layout, or pods of role both and none. Both may be empty.
+
+        `last_resort`: avoided and unfit pods too.
+        """
         request = self._routing_request(prompt)
         of_layout = [p for p in self.table.decode_pods() if p.info and p.info.fingerprint == fingerprint]
-        untried = _views([p for p in of_layout if p.address not in tried], avoided)
+        untried = _views([p for p in of_layout if p.address not in tried], avoided, now, last_resort=last_resort)
         decodes = self.policy.rank_decode_pods(request, untried, now)
         if not decodes or decodes[0].view.role is Role.BOTH:
             return [option for option in decodes if option.view.role is Role.BOTH], []
-        prefill_views = _views(self.table.prefill_pods(fingerprint), avoided)
+        prefill_views = _views(self.table.prefill_pods(fingerprint), avoided, now, last_resort=last_resort)
         if self.index_answered and prompt.device_hits and self.request.sampling.prompt_logprobs is None:
             offers = self._offer_pulls(fingerprint, prompt, request.expected_hits(), prefill_views)
             request = replace(request, pull_offers=offers) if offers else request
@@ -369,12 +393,17 @@ class RoutingPlan:
         )
 
 
-def _views(pods: Sequence[Pod], avoided: Collection[str]) -> Sequence[PodView]:
-    """Returns the views of the pods that are fit and not avoided. Avoided and unfit pods are the last resort."""
+def _views(pods: Sequence[Pod], avoided: Collection[str], now: float, *, last_resort: bool) -> Sequence[PodView]:
+    """Returns the views of the pods that are fit and not avoided, or of others if there are none.
+
+    `last_resort`: of all pods.
+    """
     views = [pod.view for pod in pods if pod.view is not None]
+    if last_resort:
+        return views
     if avoided:
         views = [view for view in views if view.address not in avoided] or views
-    return fit_views(views, time.monotonic())
+    return fit_views(views, now)
 
 
 def _chosen_pods(pods: Mapping[str, Pod], options: Sequence[PodOption]) -> tuple[ChosenPod, ChosenPod | None]:

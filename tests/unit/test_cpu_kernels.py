@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention.base import StepShape
+from engine.attention.fixed_order import RowWiseAttention
 from engine.attention.torch_backend import TorchAttention
-from engine.kernels.cpu.compiled import is_available
+from engine.kernels.cpu.compiled import compiled, is_available
 from engine.kv.kv_pool import LayerKV
 from engine.models.ops import rotate_
 
@@ -55,6 +59,8 @@ def test_tokens_attend_to_their_blocks(threads: int, data: st.DataObject) -> Non
     seed = draw(st.integers(0, 99))
     count = sum(position // SIZE + 1 for position in positions) + 2
     pool = torch.randn(count, layers, 2, KV_HEADS, SIZE, DIM, generator=generator(seed))
+    if draw(st.booleans()):  # kv_order "heads": the layers of a head are neighbours
+        pool = pool.permute(0, 3, 1, 2, 4, 5).contiguous().permute(0, 2, 3, 1, 4, 5)
     order = torch.randperm(count, generator=generator(seed)).tolist()
     blocks = [[order.pop() for _ in range(position // SIZE + 1)] for position in positions]
     caches = [LayerKV(pool[:, layer]) for layer in range(layers)]
@@ -75,6 +81,19 @@ def test_tokens_attend_to_their_blocks(threads: int, data: st.DataObject) -> Non
     assert torch.allclose(out.double(), expected, atol=1e-5)
     for row, (position, table) in enumerate(zip(positions, blocks, strict=True)):
         assert torch.equal(pool[table[-1], 1, :, :, position % SIZE], kv[row])
+
+
+def test_deterministic_attention_uses_one_order_of_sums_for_prompts_and_single_tokens() -> None:
+    pool = torch.zeros(4, 1, 2, KV_HEADS, SIZE, DIM)
+    query, kv = torch.randn(6, KV_HEADS, DIM, generator=generator(1)), torch.randn(6, 2, KV_HEADS, DIM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.attention.torch_backend.MIN_COMPILED_BYTES", 0)
+        backend = RowWiseAttention([LayerKV(pool[:, 0])], KV_HEADS, (None,), 3)
+    whole = backend.prepare(StepShape([0], [6], [[0, 1]]))
+    found = backend.attend(query, kv, LayerKV(pool[:, 0]), whole, None)
+    last = backend.prepare(StepShape([5], [1], [[0, 1]]))
+    assert torch.equal(backend.attend(query[5:], kv[5:], LayerKV(pool[:, 0]), last, None), found[5:])
+    assert last.tokens is None
 
 
 def test_a_number_that_is_not_finite_is_not_hidden() -> None:
@@ -128,3 +147,27 @@ def test_product_with_int8_weights() -> None:
     int8_product(x.numpy(), numbers.numpy(), scales.numpy(), out.numpy())
     expected = x.double() @ (numbers.double() * scales.double()[:, None]).T
     assert torch.allclose(out.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no locator"), OSError("no space left"), EOFError("cut file")])
+def test_kernels_are_compiled_although_their_code_cannot_be_kept(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numba
+
+    njit = numba.njit
+
+    def without_disk(*args: Any, cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise error
+        return njit(*args, **options)
+
+    monkeypatch.setattr(numba, "njit", without_disk)
+    double = compiled("float32(float32)")(lambda x: x + x)
+    assert double(1.5) == 3
+
+
+def test_a_numba_that_cannot_be_imported_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert not is_available.__wrapped__()

@@ -71,6 +71,20 @@ def test_a_probe_without_an_outcome_does_not_keep_the_breaker_open_for_ever() ->
     assert breaker.allows(now)
 
 
+def test_failures_of_the_last_resort_do_not_lengthen_the_pause() -> None:
+    breaker = Breaker()
+    failing(breaker)
+    for number in range(20):  # all pods fail, so the open ones get requests too
+        breaker.on_sent(f"r{number}", 101.0)
+    half_open = 100.0 + OPEN_S
+    for number in range(20, 40):
+        breaker.on_sent(f"r{number}", half_open)
+    for number in range(40):
+        breaker.on_failure(f"r{number}", half_open)
+    assert not breaker.allows(half_open + 1.9 * OPEN_S)
+    assert breaker.allows(half_open + 2 * OPEN_S)
+
+
 def test_few_failures_among_many_successes_and_doubtful_ones_do_not_open_it() -> None:
     breaker = Breaker()
     for i in range(200):

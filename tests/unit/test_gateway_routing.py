@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from common.auth import GATEWAY, Signer
 from common.errors import IndexUnavailable, Unavailable
 from common.types import FinishReason, PodLoad, Role, SamplingParams, Token, ValidRequest
 from gateway.dispatch.token_queue import TokenOrder
+from gateway.pods.fitness import OPEN_S
 from gateway.pods.info import PodInfo
 from gateway.pods.pod import Pod
 from gateway.pods.table import PodTable
@@ -344,3 +346,31 @@ async def test_a_prefix_that_only_a_decode_pod_holds_is_pulled() -> None:
     placement = await (await world.router.plan(scored)).place("r", (), ())
     assert placement is not None
     assert placement.pull_offer is None  # prompt log-probabilities need the whole prompt computed
+
+
+async def test_a_hand_off_after_the_answer_closes_the_breaker_of_the_prefill_pod() -> None:
+    world = World({"p": Role.PREFILL, "d": Role.DECODE})
+    breaker = world["p"].breaker
+    for number in range(4):
+        breaker.on_failure(f"f{number}", time.monotonic() - OPEN_S)
+    placement = await (await world.router.plan(prompt(100))).place("r", (), ())
+    assert placement is not None
+    assert placement.prefill is not None
+    placement.prefill_outlives = True
+    placement.release()
+    placement.record_success(placement.prefill)
+    assert breaker.closed
+
+
+async def test_broken_pods_serve_a_request_that_no_other_pod_can_take() -> None:
+    world = World({"small": Role.BOTH, "large": Role.BOTH})
+    world["small"].max_request_tokens = 200
+    breaker = world["large"].breaker
+    for number in range(4):
+        breaker.on_failure(f"f{number}", time.monotonic())
+    short = await (await world.router.plan(prompt(100))).place("short", (), ())
+    long = await (await world.router.plan(prompt(300))).place("long", (), ())
+    assert short is not None
+    assert short.decode.name == "small"
+    assert long is not None
+    assert long.decode.name == "large"

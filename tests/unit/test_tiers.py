@@ -14,7 +14,15 @@ from common.errors import ConfigError
 from common.settings.configs import GatewayConfig
 from common.settings.tiers import Tier, parse_tiers, tier_of
 from gateway.admission.queue import QueueEntry
-from gateway.admission.tiers import CALM_S, CALM_WAIT_S, SHORTEN_WAIT_S, ShortAnswers, TierQueue
+from gateway.admission.tiers import (
+    CALM_S,
+    CALM_WAIT_S,
+    MAX_DEBT,
+    SHORTEN_WAIT_S,
+    ShortAnswers,
+    TierCredits,
+    TierQueue,
+)
 
 COST = 100  # the largest
 GOLD, STANDARD, BATCH = TIERS = (Tier("gold", 10, 0.5), Tier("standard", 0, 0.3), Tier("batch", -10, 0.1, 64))
@@ -108,6 +116,17 @@ def test_long_answers_of_a_reserved_turn_cost_later_turns() -> None:
     queue.correct_count(gold, 100)
     later = [out.priority for _ in range(10) if (out := queue.pop()) is not None]
     assert later.count(10) < 5
+
+
+def test_a_correction_takes_back_no_debt_of_a_large_turn() -> None:
+    credits = TierCredits([0.1, 0.8])
+    credits.on_turn(0, 10 * MAX_DEBT, [0, 1], reserved=True)
+    debt = credits.values[0]
+    for tokens in (1, 5, -1):
+        credits.correct(0, tokens)
+    assert credits.values[0] == debt + 1
+    credits.correct(1, 100 * MAX_DEBT)
+    assert credits.values[1] == -MAX_DEBT
 
 
 @given(st.lists(st.tuples(st.sampled_from((11, 10, 3, 0, -10, -11)), st.sampled_from("ab"), st.integers(1, COST))))

@@ -12,13 +12,13 @@ VALUES_AT_ONCE = 4  # Values that one pass over the result adds. A block has a m
 
 
 @compiled(
-    "void(float32[:, :, :], float32[:, ::1], int64, int64, int64[:, ::1], int64[::1], int64, int64, int64, "
-    "float32, float32[::1], float32[:, :, ::1])"
+    "void(float32[:, :, :], float32[:, ::1], UniTuple(int64, 3), int64, int64[:, ::1], int64[::1], int64, int64, "
+    "int64, float32, float32[::1], float32[:, :, ::1])"
 )
 def attend_tokens(
     query: np.ndarray,
     vectors: np.ndarray,
-    block_stride: int,
+    strides: tuple[int, int, int],
     kv_heads: int,
     tables: np.ndarray,
     positions: np.ndarray,
@@ -33,9 +33,9 @@ def attend_tokens(
 
     Args:
         query: [R, heads, D], rotated.
-        vectors: [N, D], the memory of the KV pool from the layer's first block on. A block has its keys as
-            kv_heads * size vectors, then its values.
-        block_stride: vectors from one block to the next.
+        vectors: [N, D], the memory of the KV pool from the layer's first block on. The keys of a block and head, or
+            its values, are `size` vectors in a row.
+        strides: vectors from one block to the next, from keys to their values, and from one kv head to the next.
         tables: [R, n], the blocks of each row.
         positions: [R], the position of each row's token, which is in its block already.
         size: tokens of a block, a multiple of VALUES_AT_ONCE. The slots behind the token must be finite.
@@ -50,6 +50,7 @@ def attend_tokens(
     scores, powers = np.empty((fold, context), np.float32), np.empty(context, np.float32)
     scaled, totals = np.empty((fold, dim), np.float32), np.empty((fold, dim), np.float32)
     weights = np.empty(fold, np.float32)
+    block_stride, value_stride, head_stride = strides
     for row in range(rows):
         first = max(lowest, positions[row] - window + 1)
         start, end = first // size, positions[row] // size + 1  # the blocks that the token sees
@@ -58,7 +59,7 @@ def attend_tokens(
                 for d in range(dim):
                     scaled[head, d] = query[row, key_head * fold + head, d] * scale
             for block in range(start, end):
-                at = tables[row, block] * block_stride + key_head * size
+                at = tables[row, block] * block_stride + key_head * head_stride
                 for head in range(fold):
                     for slot in range(size):
                         vector = np.uintp(at + slot)  # an unsigned index needs no check whether it is negative
@@ -83,7 +84,7 @@ def attend_tokens(
                 for d in range(dim):
                     totals[head, d] = 0
             for block in range(start, end):
-                at = tables[row, block] * block_stride + (kv_heads + key_head) * size
+                at = tables[row, block] * block_stride + key_head * head_stride + value_stride
                 for head in range(fold):
                     for slot in range(0, size, VALUES_AT_ONCE):
                         vector = np.uintp(at + slot)

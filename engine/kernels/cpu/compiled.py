@@ -1,11 +1,12 @@
 """Compilation of the kernels of this package.
 
 Numba compiles a function for the types of its signature when its module is imported, and keeps the code on disk beside
-the module, or in the user's cache directory. If neither can be written, each process compiles again.
+the module, or in the user's cache directory. If neither can be written or read, each process compiles again.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -19,9 +20,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
 
 
+@functools.cache
 def is_available() -> bool:
-    """Returns whether numba is installed."""
-    return importlib.util.find_spec("numba") is not None
+    """Returns whether numba is installed and works with the installed numpy. Imports it, which takes half a second."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    try:
+        import numba  # noqa: F401
+    except Exception as error:  # numba refuses a numpy that is too new, a broken installation raises anything
+        _log.warning("numba cannot be used, so decode steps are slower: %s", error)
+        return False
+    return True
 
 
 def compiled(*signatures: str) -> Callable[[Function], Function]:
@@ -32,7 +41,7 @@ def compiled(*signatures: str) -> Callable[[Function], Function]:
         options = {"fastmath": _FAST_MATH, "nogil": True, "error_model": "numpy"}
         try:
             result: Function = numba.njit(list(signatures), cache=True, **options)(function)
-        except RuntimeError as error:  # numba found no directory for the code
+        except Exception as error:  # numba found no directory, the disk is full, or a file of the code is damaged
             _log.info("the code of %s is not kept on disk: %s", function.__name__, error)
             result = numba.njit(list(signatures), **options)(function)
         return result
