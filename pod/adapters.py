@@ -93,8 +93,10 @@ class PodAdapters:
         digest is another one. Nothing is changed then.
         """
         self._check_name(asked.name)
-        adapter, path = self._held(asked.digest), asked.path
-        if adapter is None or os.path.isabs(path):
+        held = self._held(asked.digest)
+        if held is not None and not os.path.isabs(asked.path):
+            adapter, path = held, asked.path
+        else:
             loop = asyncio.get_running_loop()
             adapter, path = await loop.run_in_executor(self._reader, self._read_asked, asked)
         entry = AdapterEntry(asked.name, adapter.digest, adapter.rank, path, asked.version)
