@@ -189,9 +189,8 @@ class Stepper(Generic[L]):
                 self._assign_adapters(*self._scheduler.queues)
             if self.speculator is not None and current is None:
                 drafts = self.speculator.draft(self._scheduler.draft_candidates())
-            scheduled = self._scheduler.schedule(drafts)
-            if self._plan_states is not None:
-                scheduled = self._plan_states(scheduled)
+            planned = self._scheduler.schedule(drafts)
+            scheduled = planned if self._plan_states is None else self._plan_states(planned)
         except Exception as error:
             failed = self._fail_all(error)
         failed += [self._fail(seq, error) for seq, error in self._scheduler.take_failed()]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.types import SamplingParams, ValidRequest
-from engine.kv.state_blocks import StateBlockPool
+from common.types import FinishReason, SamplingParams, ValidRequest
+from engine.kv.state_blocks import StateBlockPool, StateLease
 from engine.llm import LLM, Completion
 from engine.schedule.sequence import Sequence as EngineSequence
 from tests.rigs.engine.hybrid_models import HYBRID_CASES, save_hybrid
@@ -155,6 +155,25 @@ def test_aborts_return_states(saved: tuple[Path, Any]) -> None:
     engine.finish_in_flight()
     engine.pool.check_integrity()
     assert engine.pool.counts().leased == 0
+
+
+def test_a_failed_plan_launches_nothing_and_returns_states(
+    saved: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reference = saved
+    llm = make(path)
+    engine = llm.engine
+    for index in range(2):
+        engine.add(engine.new_sequence(ValidRequest(f"r{index}", "m", tuple(prompt(30, index)), SamplingParams())))
+    engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(StateLease, "plan_snapshots", lambda *args: 1 / 0)
+        broken.setattr(engine.runner, "launch", lambda *args: pytest.fail("the failed sequences were launched"))
+        result = engine.step()
+    assert [output.finish_reason for output in result.outputs] == [FinishReason.ERROR] * 2
+    assert not engine.has_work
+    check_idle(llm)
+    check(reference, llm.generate([prompt(30, seed=0)], GREEDY, ignore_eos=True))
 
 
 def test_prefixes_are_not_kept_if_the_cache_is_off(saved: tuple[Path, Any]) -> None:
