@@ -274,10 +274,10 @@ class BlockPool:
     def reset_prefix_cache(self) -> int:
         """Evicts all evictable blocks and empties the other tiers; returns the number of evicted blocks."""
         with self.lock:
+            if self.host_tier is not None:
+                self.host_tier.clear()  # releases the lock for a while, so the disk tier forgets its blocks last
             if self.disk_tier is not None:
                 self.disk_tier.clear()
-            if self.host_tier is not None:
-                self.host_tier.clear()
             evicted = self._evict(len(self._cache.evictable))
             self._free += evicted
             return len(evicted)

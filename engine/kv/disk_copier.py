@@ -70,6 +70,8 @@ class DiskCopier:
     def _write_all(self) -> None:
         began = time.monotonic()
         restored = self._store.scan(lambda: self._tier.stopping)
+        if self._tier.stopping:
+            return
         self._tier.on_restored(restored)
         if restored:
             size = self._store.size / (1 << 30)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,6 +106,7 @@ class DiskTier:
         self._cache, self._host = cache, host_tier
         self._stats = DiskTierStats(0, 0, store.max_bytes)
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # Blocks of the host to write, oldest first
+        self._rewritten: set[bytes] = set()  # Blocks of the host that were written again: each is at most once
         self.write_epoch = 0  # Epoch of the store when the writes under way were chosen
         self._writing = self._reading = False
         self._loads: deque[DiskLoad] = deque()  # Loads that wait, and the one under way, which is the first
@@ -134,6 +135,11 @@ class DiskTier:
         """Called when the host forgets full blocks."""
         for key in keys:
             self._unwritten.pop(key, None)
+        self._rewritten.difference_update(keys)
+
+    def on_host_closed(self) -> None:
+        """Called when the host tier has ended: no block can be read or written any more."""
+        self._end(failed=True)
 
     # -- called for prompts -------------------------------------------------------------------------------------------
 
@@ -183,15 +189,20 @@ class DiskTier:
     # -- called by the threads; they take the lock --------------------------------------------------------------------
 
     def next_writes(self) -> list[HostWrite] | None:
-        """Waits for blocks to write, parents first; None after `stop`. `finish_writes` follows."""
+        """Waits for blocks to write, parents first; None after `stop`. `finish_writes` follows.
+
+        The list is empty if there are only files to remove.
+        """
         with self._changed:
             while True:
                 now = time.monotonic()
                 if self.closed or (self._stop_at is not None and now >= self._stop_at):
                     return None
-                if now >= self._paused_until and (writes := self._choose_writes()):
-                    self._writing = True
-                    return writes
+                if now >= self._paused_until:
+                    writes = self._choose_writes()
+                    if writes or self.store.has_doomed:
+                        self._writing = True
+                        return writes
                 if self._stop_at is not None and not self._host.busy:
                     return None
                 paused_s = max(0.0, self._paused_until - now)
@@ -200,50 +211,72 @@ class DiskTier:
                 self._changed.wait(min(waits, default=None))
 
     def _choose_writes(self) -> list[HostWrite]:
-        """Takes the start of the chain of the oldest block whose chain can be written now; empty if there is none."""
+        """Takes the start of the chain of the oldest block whose chain can be written now; empty if there is none.
+
+        The chain has also blocks that were written before and whose file is gone since.
+        """
         self.write_epoch = self.store.epoch
+        incomplete = self._host.incomplete()
         limit = max(1, min(self._host.max_lent, WRITE_BATCH_BYTES // self.store.block_bytes))
         for _ in range(min(MAX_TRIES, len(self._unwritten))):
             key = next(iter(self._unwritten))
             chain = [key]
-            while (parent := self._host.parent_of(chain[-1])) in self._unwritten:
-                assert parent is not None
+            while (parent := self._host.parent_of(chain[-1])) and self._can_write(parent, incomplete):
                 chain.append(parent)
             if parent is not None and (parent == NO_PARENT or parent in self.store):
                 writes: list[HostWrite] = []
                 for link in chain[: -limit - 1 : -1]:
-                    del self._unwritten[link]
+                    if link in self._unwritten:
+                        del self._unwritten[link]
+                    else:
+                        self._rewritten.add(link)
                     writes.append(HostWrite(link, parent, self._host.lend(link)))
                     parent = link
                 return writes
-            if parent is not None and (parent in self._cache.block_by_hash or self._host.parent_of(parent) is not None):
+            if parent in incomplete or (parent in self._cache.block_by_hash and self._host.parent_of(parent) is None):
                 self._unwritten.move_to_end(key)  # its parent comes later
             else:
                 del self._unwritten[key]  # its parent is lost
         return []
 
+    def _can_write(self, key: bytes, incomplete: Collection[bytes]) -> bool:
+        """Returns whether a block before one to write is to be written too."""
+        if key in self._unwritten:
+            return True
+        known = key in self.store or key in self._rewritten or key in incomplete
+        return not known and self._host.parent_of(key) is not None
+
     def finish_writes(self, writes: Sequence[HostWrite], written: int, *, pause_s: float = 0.0) -> None:
-        """Records that `written` of the blocks were written. pause_s: how long to write nothing after an error."""
+        """Records that `written` of the blocks were written. pause_s: how long to write nothing after an error.
+
+        After the pause the blocks that the error has kept from the disk are written, if the host still has them.
+        """
         with self._changed:
             self._writing = False
             self._host.take_back([write.host_block for write in writes])
-            self._stats.written += written
             if pause_s:
                 self._stats.failures += 1
                 self._paused_until = time.monotonic() + pause_s
+                missing = [write.key for write in writes if write.key not in self.store]
+                written = len(writes) - len(missing)
+                for key in reversed(missing):
+                    if not self.closed and self._host.parent_of(key) is not None:
+                        self._unwritten[key] = None
+                        self._unwritten.move_to_end(key, last=False)
+            self._stats.written += written
             self._changed.notify_all()
 
     def next_load(self) -> DiskLoad | None:
-        """Waits for a load; None after `stop`. `finish_load` follows."""
+        """Waits for a load; None after `stop`. `finish_load` follows. A load that is late already is left out."""
         with self._changed:
-            while not self._loads or self._reading:
-                if self.closed or self._stop_at is not None:
-                    return None
+            while not self.stopping:
+                while self._loads and not self._reading and self._loads[0].done:
+                    self._end_load(self._loads.popleft(), 0)
+                if self._loads and not self._reading:
+                    self._reading = True
+                    return self._loads[0]
                 self._changed.wait()
-            if self.closed or self._stop_at is not None:
-                return None
-            self._reading = True
-            return self._loads[0]
+            return None
 
     def finish_load(self, load: DiskLoad, intact: int, seconds: float) -> None:
         """Records a load of which the first `intact` blocks came whole."""
@@ -284,21 +317,26 @@ class DiskTier:
             self._changed.notify_all()
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the tier: the pool works without it. The threads touch no host memory any more. Takes the lock."""
+        """Ends the tier: the pool works without it. The threads begin no read and no write any more. Takes the lock."""
         with self._changed:
-            if self.closed:
-                return
-            self.closed = True
-            self._stats.failures += failed
-            for number, load in enumerate(self._loads):
-                if number == 0 and self._reading:
-                    load.end()  # its host blocks are being filled; `finish_load` gives them back
-                else:
-                    self._end_load(load, 0)
-            self._loads.clear()
-            self._unwritten.clear()
-            self._host.disk_tier = None
-            self._changed.notify_all()
+            self._end(failed=failed)
+
+    def _end(self, *, failed: bool) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        for number, load in enumerate(self._loads):
+            if number == 0 and self._reading:
+                load.end()  # its host blocks are being filled; `finish_load` gives them back
+            else:
+                self._end_load(load, 0)
+        self._loads.clear()
+        self._unwritten.clear()
+        self._host.disk_tier = None
+        if failed:
+            self._stats.failures += 1
+            self.store.forget()  # else the prefix index would send prompts here for blocks that cannot be read
+        self._changed.notify_all()
 
     # -- the state as a whole -----------------------------------------------------------------------------------------
 
@@ -327,7 +365,9 @@ class DiskTier:
         for load in self._loads:
             load.valid = False
         self._unwritten.clear()
+        self._rewritten.clear()
         self.store.clear()
+        self._changed.notify_all()  # the files are removed now
 
     def stats(self) -> DiskTierStats:
         self._stats.blocks, self._stats.size, self._stats.damaged = len(self.store), self.store.size, self.store.damaged

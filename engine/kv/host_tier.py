@@ -81,6 +81,9 @@ class NextTier(Protocol):
     def on_forgotten(self, keys: Sequence[bytes]) -> None:
         """Called when the host forgets full blocks."""
 
+    def on_host_closed(self) -> None:
+        """Called when the host tier has ended."""
+
     def __contains__(self, key: bytes, /) -> bool:
         """Returns whether the disk has the block."""
 
@@ -195,6 +198,11 @@ class HostTier:
         orphans = self._orphans.intersection(blocks)
         self._orphans -= orphans
         self._free += orphans
+
+    def incomplete(self) -> set[bytes]:
+        """Returns the keys of blocks in the host whose copy is queued or under way."""
+        copies = (*self._queue, *([] if self._copying is None else [self._copying]))
+        return {key for copy in copies if copy.host_load is None for key in copy.keys}
 
     def parent_of(self, key: bytes) -> bytes | None:
         """Returns the parent's key of a block in the host, NO_PARENT for the first one; None if it is not there."""
@@ -325,6 +333,8 @@ class HostTier:
                 if copy is not None:
                     self._finish(copy, error)
             self.clear()
+            if self.disk_tier is not None:
+                self.disk_tier.on_host_closed()
             self._changed.notify_all()
 
     # -- the state as a whole -----------------------------------------------------------------------------------------

@@ -19,12 +19,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import struct
 import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 VERSION = 1
 MAX_SEGMENT_BYTES = 1 << 30
 MIN_SEGMENTS = 8  # The files have room for at least so many segments, so that a removal loses a small part
+SCAN_BATCH = 10_000  # Blocks that enter the index at once
 READ_THREADS = 8  # A CRC-32 runs at about 1 GB/s on one core, and an NVMe disk reads several GB/s
 TOUCH_S = 60.0  # The time of a file, which orders the segments after a restart, is at most this old
 SUFFIX = ".kv"
@@ -107,7 +109,7 @@ class SegmentStore:
         self._doomed: list[Path] = []  # Files to remove
         self._next_number = 0
         self._readers: ThreadPoolExecutor | None = None
-        self.epoch = 0  # Number of calls of `clear`
+        self.epoch = 0  # Number of calls of `clear` and `forget`
         self.damaged = 0  # Blocks and ends of files that were cut or had a wrong checksum
 
     @staticmethod
@@ -141,6 +143,11 @@ class SegmentStore:
         with self._lock:
             return list(self._index)
 
+    @property
+    def has_doomed(self) -> bool:
+        """Whether files wait for their removal."""
+        return bool(self._doomed)
+
     def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> int:
         """Reads blocks, parents first, into `targets`; returns the number of leading blocks that are intact.
 
@@ -151,14 +158,17 @@ class SegmentStore:
             if len(places) < len(keys):
                 places = places[: self.match(keys)]
             paths = {place.segment: self._segments[place.segment].path for place in places}
-            self._use(keys[: len(places)])
+            stale = self._use(keys[: len(places)])
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(READ_THREADS, "disk-read")
             readers = self._readers
+        _touch(stale)
         files: dict[int, int] = {}
         for number, path in paths.items():
-            with suppress(OSError):  # a removed file has no descriptor, and its blocks count as damaged
+            try:
                 files[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:  # the blocks of this file count as damaged
+                log.warning("%s cannot be opened: %s", path, describe(error))
         try:
             jobs = [(files.get(place.segment), place, key) for key, place in zip(keys, places, strict=False)]
             intact = list(readers.map(self._read_block, jobs, targets))
@@ -193,10 +203,14 @@ class SegmentStore:
     def clear(self) -> None:
         """Forgets all blocks. The files are removed by the next `append`, `scan` or `close`."""
         with self._lock:
-            self.epoch += 1
-            self._drop(list(self._index))
+            self._forget()
             self._doomed += [segment.path for segment in self._segments.values()]
             self._segments.clear()
+
+    def forget(self) -> None:
+        """Forgets all blocks and keeps the files: the next start finds the blocks again."""
+        with self._lock:
+            self._forget()
 
     def inconsistencies(self) -> list[str]:
         """Returns violations of the invariants, one sentence each."""
@@ -217,38 +231,66 @@ class SegmentStore:
     def scan(self, stopped: Callable[[], bool] = lambda: False) -> int:
         """Reads the headers of all records into the index; returns the number of blocks. Call it once, first.
 
-        Files of other layouts count, and are the first to be removed.
+        Files that cannot be read, or have another layout, count; they are the first to be removed. If `stopped` returns
+        True, the scan ends early, and no other call but `close` may follow. A `clear` meanwhile holds for all blocks.
         """
+        epoch = self.epoch
         found: dict[bytes, _Place] = {}
         segments: list[tuple[int, _Segment]] = []
         for path in sorted(self.directory.glob("*" + SUFFIX)):
             if stopped():
-                break
+                return 0
             try:
-                status = path.stat()
-                segment = _Segment(int(path.stem), path, status.st_size)
-                blocks = self._scan_segment(segment)
+                status = path.lstat()
+                number = int(path.stem)
+                if not stat.S_ISREG(status.st_mode) or path.name != _file_name(number):
+                    raise ValueError("expected a file that a disk tier has written")
             except (ValueError, OSError) as error:
-                log.warning("%s cannot be read and is not used: %s", path, describe(error))
+                log.warning("%s is not used: %s", path, describe(error))
                 continue
+            segment = _Segment(number, path, status.st_size)
+            blocks = self._scan_segment(segment)
             found.update(blocks)  # of a block that was written twice, the newer one counts
             segments.append((status.st_mtime_ns if blocks else 0, segment))
+        order = _reachable(found)
         with self._lock:
-            for _, segment in sorted(segments, key=lambda pair: pair[0]):
-                self._segments[segment.number] = segment
             self._next_number = max((segment.number + 1 for _, segment in segments), default=0)
-            self._insert_reachable(found)
+            if epoch != self.epoch:
+                self._doomed += [segment.path for _, segment in segments]
+            else:
+                for _, segment in sorted(segments, key=lambda pair: pair[0]):
+                    self._segments[segment.number] = segment
+        for start in range(0, len(order), SCAN_BATCH):  # other threads need the lock in between
+            with self._lock:
+                if epoch != self.epoch:
+                    break
+                part = order[start : start + SCAN_BATCH]
+                for key in part:
+                    self._insert(key, found[key])
+                self._on_stored(part)
+        with self._lock:
             self._make_room(0)
             count = len(self._index)
-        self._remove_doomed()
+        with suppress(OSError):  # the next `append` tries again and tells the error
+            self._remove_doomed()
         return count
 
     def _scan_segment(self, segment: _Segment) -> dict[bytes, _Place]:
+        """Returns the blocks up to the first damage."""
         blocks: dict[bytes, _Place] = {}
+        try:
+            self._read_headers(segment, blocks)
+        except OSError as error:
+            self.damaged += 1
+            log.warning("%s cannot be read, %d blocks of it are used: %s", segment.path, len(blocks), describe(error))
+        return blocks
+
+    def _read_headers(self, segment: _Segment, blocks: dict[bytes, _Place]) -> None:
+        """Adds the blocks of a file to `blocks`. Raises OSError."""
         with segment.path.open("rb", buffering=0) as file:
             if file.read(SEGMENT_HEADER_BYTES) != self._header:
                 log.warning("%s: made for another model, setting or version, or damaged: not used", segment.path)
-                return blocks
+                return
             offset = SEGMENT_HEADER_BYTES
             while offset < segment.size:
                 record = _parse_record(os.pread(file.fileno(), RECORD_HEADER_BYTES, offset))
@@ -260,28 +302,18 @@ class SegmentStore:
                 _, key, parent, _ = record
                 blocks[key] = _Place(segment.number, offset, parent)
                 offset = end
-        return blocks
-
-    def _insert_reachable(self, found: dict[bytes, _Place]) -> None:
-        """Registers those blocks whose parents are all there, parents first."""
-        children: dict[bytes, list[bytes]] = {}
-        for key, place in found.items():
-            children.setdefault(place.parent, []).append(key)
-        pending = children.pop(b"", [])
-        for key in pending:  # grows meanwhile
-            self._insert(key, found[key])
-            pending += children.pop(key, ())
-        if pending:
-            self._on_stored(pending)
 
     def append(self, blocks: Sequence[StoredBlock], epoch: int | None = None) -> int:
         """Writes blocks, parents first; returns how many entered the index. Removes segments if there is no room.
 
-        A block without its parent, or that is there already, is skipped. After a `clear` since `epoch`, or since the
-        call, nothing is kept. Raises OSError (a full disk); the blocks before it are written.
+        A block without its parent, or that is there already, is skipped. After a `clear` or `forget` since `epoch`, or since the
+        call, nothing is kept. Raises OSError (a full disk); the blocks before it are written. Nothing is written while
+        a file cannot be removed, so the files stay bounded.
         """
         stored: list[bytes] = []
+        stale: list[Path] = []
         epoch = self.epoch if epoch is None else epoch
+        self._remove_doomed()
         try:
             for block in blocks:
                 if epoch != self.epoch:
@@ -299,9 +331,11 @@ class SegmentStore:
             with self._lock:
                 alive = [key for key in stored if key in self._index]
                 if alive:
-                    self._use(alive)
+                    stale = self._use(alive)
                     self._on_stored(alive)
-            self._remove_doomed()
+            _touch(stale)
+            with suppress(OSError):  # the next `append` tries again and tells the error
+                self._remove_doomed()
         return len(alive)
 
     def seal(self) -> None:
@@ -323,7 +357,10 @@ class SegmentStore:
             self.seal()
         except OSError as error:
             log.warning("the newest KV segment in %s may be lost: %s", self.directory, describe(error))
-        self._remove_doomed()
+        try:
+            self._remove_doomed()
+        except OSError as error:
+            log.warning("KV segments in %s cannot be removed: %s", self.directory, describe(error))
         if self._readers is not None:
             self._readers.shutdown()
 
@@ -338,8 +375,7 @@ class SegmentStore:
             self._make_room(self.record_bytes + (SEGMENT_HEADER_BYTES if self._active is None else 0))
         self._remove_doomed()
         if self._active is None:
-            path = self.directory / f"{self._next_number:012d}{SUFFIX}"
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            path, file = self._create_file()
             segment = _Segment(self._next_number, path, 0, touched_at=time.monotonic())
             self._next_number += 1
             self._active = file, segment
@@ -347,6 +383,15 @@ class SegmentStore:
                 self._segments[segment.number] = segment
             self._write(file, segment, self._header)
         return self._active
+
+    def _create_file(self) -> tuple[Path, int]:
+        """Creates the file of the next number that is free; returns it and its descriptor."""
+        while True:
+            path = self.directory / _file_name(self._next_number)
+            try:
+                return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except FileExistsError:  # something that is no segment
+                self._next_number += 1
 
     def _write(self, file: int, segment: _Segment, *parts: bytes | memoryview) -> None:
         """Appends to the segment. Raises OSError if not all was written; the file has its former length then."""
@@ -367,9 +412,14 @@ class SegmentStore:
         segment.size += size
 
     def _remove_doomed(self) -> None:
+        """Removes files. Raises OSError for one that cannot be removed; it stays in the list."""
         while self._doomed:
-            with suppress(FileNotFoundError):
-                self._doomed.pop().unlink()
+            path = self._doomed.pop()
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                self._doomed.append(path)
+                raise
 
     # -- the lock is held ---------------------------------------------------------------------------------------------
 
@@ -387,8 +437,12 @@ class SegmentStore:
             del self._segments[victim.number]
             self._doomed.append(victim.path)
 
-    def _use(self, keys: Sequence[bytes]) -> None:
-        """Makes the segments of blocks, and of all blocks before them, the most recently used ones."""
+    def _use(self, keys: Sequence[bytes]) -> list[Path]:
+        """Makes the segments of blocks, and of all blocks before them, the most recently used ones.
+
+        Returns the files to `_touch` without the lock, which must not wait for a slow disk.
+        """
+        stale: list[Path] = []
         seen: set[bytes] = set()
         for key in keys:
             link = key
@@ -402,13 +456,23 @@ class SegmentStore:
             segment = self._segments[number]
             if now - segment.touched_at > TOUCH_S:
                 segment.touched_at = now
-                with suppress(OSError):
-                    os.utime(segment.path)
+                stale.append(segment.path)
+        return stale
 
     def _insert(self, key: bytes, place: _Place) -> None:
         self._index[key] = place
         self._segments[place.segment].keys.add(key)
         self._children.setdefault(place.parent, set()).add(key)
+
+    def _forget(self) -> None:
+        self.epoch += 1
+        forgotten = list(self._index)  # parents first
+        self._index.clear()
+        self._children.clear()
+        for segment in self._segments.values():
+            segment.keys.clear()
+        if forgotten:
+            self._on_evicted(forgotten[::-1])
 
     def _drop(self, keys: Sequence[bytes]) -> list[bytes]:
         """Forgets blocks and all that continue them; returns them."""
@@ -429,6 +493,28 @@ class SegmentStore:
         if dropped:
             self._on_evicted(dropped[::-1])
         return dropped
+
+
+def _file_name(number: int) -> str:
+    return f"{number:012d}{SUFFIX}"
+
+
+def _touch(paths: Iterable[Path]) -> None:
+    """Sets the times of files to now."""
+    for path in paths:
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _reachable(found: Mapping[bytes, _Place]) -> list[bytes]:
+    """Returns those blocks whose parents are all there, parents first."""
+    children: dict[bytes, list[bytes]] = {}
+    for key, place in found.items():
+        children.setdefault(place.parent, []).append(key)
+    order = children.pop(b"", [])
+    for key in order:  # grows meanwhile
+        order += children.pop(key, ())
+    return order
 
 
 def _record(block: StoredBlock) -> bytes:

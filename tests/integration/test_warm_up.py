@@ -43,10 +43,8 @@ async def use_prefix(cluster: Cluster, redis: str, *, holders: int = 2) -> None:
     """Three prompts with one prefix; waits until Redis has the lists of so many pods, with two hits each."""
     for number in range(3):
         await cluster.generate(request([*PREFIX, *prompt_of(BLOCK + 1, seed=number)], 2))
-    scope, names = (
-        cluster.decode.runtime.engine.layout.scope,
-        [pod.runtime.name for pod in [*cluster.prefills, cluster.decode][:holders]],
-    )
+    runtimes = [pod.runtime for pod in (*cluster.prefills, cluster.decode)][:holders]
+    scope, names = runtimes[0].engine.layout.scope, [runtime.name for runtime in runtimes]
     reader = IndexReader(redis, books=False, timeout_s=5.0)
 
     async def listed() -> bool:

@@ -7,6 +7,8 @@ blocks are copied and evicted, and the cache is reset.
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import InternalError
 from engine.kv.disk_tier import DiskLoad, HostWrite, saves_time
 from engine.kv.segment_store import SegmentStore, StoredBlock
 from tests.rigs.engine.fake_copier import RUBBISH
@@ -136,6 +139,110 @@ def test_a_reset_during_a_load_and_a_write_leaves_nothing(directory: Path) -> No
     assert len(caches.store) == 0
     assert caches.pool.match_prefix(chain(0, 1, 2, 3)) == 0
     caches.check()
+
+
+def test_blocks_that_leave_the_pool_during_a_reset_do_not_reach_the_disk(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = DiskCaches(directory, 4, 16)
+    host_tier, on_saved = caches.pool.host_tier, caches.tier.on_saved
+    assert host_tier is not None
+    host_tier.save_all()
+    caches.prompt(1, 2, waits=False)
+    assert caches.copier.begin(), "a copy to the host is under way"
+
+    def save_and_choose(keys: list[bytes]) -> None:
+        on_saved(keys)
+        caches.writes = caches.tier._choose_writes()  # the thread that writes is quick
+
+    monkeypatch.setattr(caches.tier, "on_saved", save_and_choose)
+    reset = threading.Thread(target=caches.pool.reset_prefix_cache)
+    reset.start()
+    time.sleep(0.05)
+    caches.copier.end()
+    reset.join()
+    assert caches.writes
+    caches.end_write()
+    assert len(caches.store) == 0
+    caches.check()
+
+
+def test_blocks_that_an_error_kept_from_the_disk_are_written_later(directory: Path) -> None:
+    caches = DiskCaches(directory, 6, 16)
+    for number in range(3):
+        caches.prompt(number, 1, 2, 3, waits=False)
+    caches.copier.run()
+    caches.begin_write()
+    failed = [write.key for write in caches.writes]
+    assert failed
+    caches.tier.finish_writes(caches.writes, 0, pause_s=1e-9)
+    caches.writes = []
+    assert caches.tier.stats().written == 0
+    caches.settle()
+    assert set(failed) <= set(caches.store.hashes())
+    assert not caches.tier.busy
+    caches.check()
+
+
+def test_a_block_is_written_again_if_its_file_went_and_the_host_has_it(directory: Path) -> None:
+    caches = DiskCaches(directory, 6, 16)
+    assert caches.pool.host_tier is not None
+    caches.pool.host_tier.save_all()
+    for number in range(3):
+        caches.prompt(7, 7, number, waits=False)
+        caches.settle()
+    assert caches.store.match(chain(7, 7)) == 2
+    with caches.store._lock:
+        caches.store._drop(chain(7))  # as if room had been made for other blocks
+    assert len(caches.store) == 0
+    for number in range(3, 6):
+        caches.prompt(7, 7, number, waits=False)
+        caches.settle()
+    assert caches.store.match(chain(7, 7)) == 2
+    assert not caches.tier.busy
+    with caches.store._lock:
+        caches.store._drop(chain(7))
+    for number in range(6, 9):
+        caches.prompt(7, 7, number, waits=False)
+        caches.settle()
+    assert not caches.tier.busy, "a disk that is too small for a chain is not written forever"
+    caches.check()
+
+
+def test_a_load_that_is_late_before_it_begins_is_not_read(directory: Path) -> None:
+    caches = DiskCaches(directory, 6, 16)
+    for number in range(8):
+        caches.prompt(number, 1, 2, 3, waits=True)
+        caches.settle()
+    late, other = (caches.pool.load_from_disk(chain(number, 1, 2, 3)) for number in (0, 1))
+    late.expires_at = 0.0
+    caches.begin_load()
+    assert caches.load is other
+    caches.end_load()
+    assert caches.tier.stats().late == 1
+    caches.check()
+
+
+@pytest.mark.parametrize("which", ["disk", "host"])
+def test_a_tier_that_has_failed_offers_no_block_on_the_disk(directory: Path, which: str) -> None:
+    caches = DiskCaches(directory, 6, 16)
+    for number in range(8):
+        caches.prompt(number, 1, 2, 3, waits=True)
+        caches.settle()
+    stored = len(caches.pool.disk_hashes())
+    assert not caches.pool.load_from_disk(chain(0, 1, 2, 3)).done
+    if which == "disk":
+        caches.tier.close(failed=True)
+    else:
+        assert caches.pool.host_tier is not None
+        caches.pool.host_tier.close(InternalError("failed"))
+    assert caches.pool.disk_hashes() == []
+    assert not caches.tier.working
+    caches.check()
+    assert caches.prompt(0, 1, 2, 3, waits=True) == 0
+    caches.store.close()
+    again = SegmentStore(directory, "ab" * 16, BLOCK_BYTES, 1 << 20)
+    assert again.scan() == stored
 
 
 def test_reading_is_chosen_by_both_times_and_tried_while_one_is_unknown() -> None:

@@ -191,6 +191,113 @@ def test_a_file_that_vanishes_costs_its_blocks(tmp_path: Path) -> None:
     assert not store.inconsistencies()
 
 
+def test_a_file_that_cannot_be_removed_stops_the_writes_and_keeps_the_bytes_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = SegmentStore.min_bytes(BLOCK)
+    store = open_store(tmp_path, limit)
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    failed = 0
+    for number in range(20):
+        try:
+            write(store, number)
+        except PermissionError:
+            failed += 1
+        assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= limit
+    assert failed
+    assert store.has_doomed
+    store.clear()
+    store.close()
+    assert "cannot be removed" in caplog.text
+    assert open_store(tmp_path, limit // 2).size <= limit // 2, "a start does not fail either"
+    monkeypatch.undo()
+    again = open_store(tmp_path, limit)
+    assert write(again, 50, 51) == 2
+    assert read(again, 50, 51) == 2
+
+
+def test_strange_names_in_the_directory_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "000000000000.kv").mkdir()
+    (tmp_path / "000000000001.kv").symlink_to("/dev/zero")
+    for name in ("2.kv", "-00000000003.kv", "x.kv"):
+        (tmp_path / name).touch()
+    store = open_store(tmp_path)
+    assert write(store, 1, 2) == 2
+    assert read(store, 1, 2) == 2
+    store.close()
+    assert read(open_store(tmp_path), 1, 2) == 2
+
+
+def test_an_error_of_the_disk_in_a_scan_costs_the_rest_of_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    write(store, 1, 2, 3)
+    store.close()
+    real = os.pread
+
+    def broken(file: int, size: int, offset: int) -> bytes:
+        if offset >= SEGMENT_HEADER_BYTES + 2 * RECORD:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(file, size, offset)
+
+    monkeypatch.setattr("os.pread", broken)
+    again = open_store(tmp_path)
+    assert read(again, 1, 2, 3) == again.match(chain(1, 2, 3)) == 2
+    assert again.damaged == 1
+    assert write(again, 1, 2, 3) == 1, "the unreadable file keeps its number"
+    assert read(again, 1, 2, 3) == 3
+
+
+def test_a_clear_during_the_scan_holds_for_all_files(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, 1, 2)
+    store.close()
+    again = SegmentStore(tmp_path, FINGERPRINT, BLOCK, ROOMY)
+
+    def clear() -> bool:
+        again.clear()
+        return False
+
+    assert again.scan(clear) == 0
+    assert again.match(chain(1)) == 0
+    assert not list(tmp_path.glob("*.kv"))
+    assert not again.inconsistencies()
+
+
+def test_forgotten_blocks_come_back_with_the_next_start(tmp_path: Path) -> None:
+    announced: set[bytes] = set()
+    store = SegmentStore(
+        *(tmp_path, FINGERPRINT, BLOCK, ROOMY), on_stored=announced.update, on_evicted=announced.difference_update
+    )
+    write(store, 1, 2)
+    store.forget()
+    assert not announced
+    assert len(store) == store.match(chain(1, 2)) == 0
+    assert not store.inconsistencies()
+    store.close()
+    assert read(open_store(tmp_path), 1, 2) == 2
+
+
+def test_no_call_touches_a_file_under_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, touched = open_store(tmp_path), []
+    write(store, 1, 2)
+
+    def utime(path: Path) -> None:
+        assert not store._lock.locked(), "a slow disk would stop the threads that ask the index"
+        touched.append(path)
+
+    monkeypatch.setattr("os.utime", utime)
+    monkeypatch.setattr("engine.kv.segment_store.TOUCH_S", -1.0)
+    assert read(store, 1, 2) == 2
+    assert write(store, 1, 3) == 1
+    assert len(touched) == 2
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Writes, reads, evictions, damage and restarts in any order."""
 
