@@ -306,8 +306,8 @@ class SegmentStore:
     def append(self, blocks: Sequence[StoredBlock], epoch: int | None = None) -> int:
         """Writes blocks, parents first; returns how many entered the index. Removes segments if there is no room.
 
-        A block without its parent, or that is there already, is skipped. Nothing is kept after a `clear` or `forget` since
-        `epoch`, or since the call. Raises OSError (a full disk); the blocks before it are written. Nothing is written
+        A block without its parent, or that is there already, is skipped. Nothing is kept after a `clear` or `forget`
+        since `epoch` or the call. Raises OSError (a full disk); the blocks before it are written. Nothing is written
         while a file cannot be removed, so the files stay bounded.
         """
         stored: list[bytes] = []
