@@ -60,7 +60,8 @@ def _text(value: Any) -> str:
     return "to".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-SIZES = {name: sizes_of(name) for name in FAMILIES}
+#: torch's product with int8 weights rounds the sum of each rank to bfloat16, so its tokens may differ between sizes.
+SIZES = {name: sizes_of(name) if name != "llama-int8" else [] for name in FAMILIES}
 SHORT_SIZES: dict[str, list[int]] = {name: [] for name in FAMILIES} | {
     "llama": [2, 3],
     "llama-shared-heads": [4],
