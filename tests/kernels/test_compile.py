@@ -16,6 +16,7 @@ from engine.kernels import card
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", card.SHARED_BYTES)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the other tests compile the kernels")
 def test_kernels_compile(capability: int) -> None:
@@ -28,6 +29,6 @@ def test_kernels_compile(capability: int) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
