@@ -55,6 +55,11 @@ class PeerMemory:
     device: int  #: CUDA device index; 0 for DRAM.
     kind: MemoryKind
 
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of a block in counters and rates."""
+        return self.block_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory(PeerMemory):

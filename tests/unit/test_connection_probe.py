@@ -47,7 +47,7 @@ async def test_a_frozen_peer_does_not_delay_the_probes_of_other_peers() -> None:
     thread: Any = Thread()
     peers: Any = Peers()
     probe = ConnectionProbe(thread, peers, memory, lambda: info, time.monotonic, False)
-    plain = {"probe_block": 0, "in_flight": 0, "block_at": 0.0}
+    plain = {"probe_block": 0, "in_flight": 0, "block_at": 0.0, "memory": memory}
     pods = ("frozen-0", "frozen-1", "healthy")
     made: list[Any] = [SimpleNamespace(pod=pod, address=pod, agent=pod, **plain) for pod in pods]
     frozen = [asyncio.create_task(probe(connection, keep_alive=True)) for connection in made[:2]]

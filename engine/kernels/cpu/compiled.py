@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from common.errors import describe
+
 _log = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,7 +30,7 @@ def is_available() -> bool:
     try:
         import numba  # noqa: F401
     except Exception as error:  # numba refuses a numpy that is too new, a broken installation raises anything
-        _log.warning("numba cannot be used, so decode steps are slower: %s", error)
+        _log.warning("numba cannot be used, so decode steps are slower: %s", describe(error))
         return False
     return True
 
@@ -42,7 +44,7 @@ def compiled(*signatures: str) -> Callable[[Function], Function]:
         try:
             result: Function = numba.njit(list(signatures), cache=True, **options)(function)
         except Exception as error:  # numba found no directory, the disk is full, or a file of the code is damaged
-            _log.info("the code of %s is not kept on disk: %s", function.__name__, error)
+            _log.info("the code of %s is not kept on disk: %s", function.__name__, describe(error))
             result = numba.njit(list(signatures), **options)(function)
         return result
 
