@@ -90,7 +90,6 @@ async def test_a_rank_that_dies_in_a_drain_ends_the_drain(tmp_path: Path) -> Non
             assert runtime.exit_code == 4
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_fails_while_the_ranks_connect_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,11 +102,13 @@ def test_a_rank_that_fails_while_the_ranks_connect_ends_the_start(
         return Collectives(store, rank, *place, **options)
 
     monkeypatch.setattr("engine.parallel.rank.Collectives", connect)
-    monkeypatch.setattr("engine.parallel.collectives.TIMEOUT_S", END_S)  # the threads of ranks 0 and 1 end then
+    # The threads of ranks 0 and 1 end then, after this test.
+    monkeypatch.setattr("engine.parallel.collectives.TIMEOUT_S", END_S)
     with thread_ranks() as ranks:
         with pytest.raises(InternalError, match=r"rank 2 failed: .*no route between the devices"):
             LLM(model_dir, device="cpu", threads=1, num_blocks=16, tensor_parallel_size=3, **options)
         ranks.threads[1].join(END_S)
+        assert "no route between the devices" in str(ranks.errors[0])
 
 
 def test_the_link_probe_says_why_a_rank_failed() -> None:

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ class ThreadRanks:
     def __init__(self, make_backend: Callable[[], Backend] | None = None) -> None:
         self._make_backend = make_backend
         self.threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []  #: Of the ranks that have failed.
         self.channels: list[list[RankChannel]] = []  #: Of each rank, in the order of their start.
 
     def start(self, config: EngineConfig) -> RankGroup:
@@ -40,9 +42,7 @@ class ThreadRanks:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             for rank in range(1, config.tensor_parallel_size):
-                thread = threading.Thread(target=self._run, args=(rank, port, secret, kinds), daemon=True)
-                thread.start()
-                self.threads.append(thread)
+                self.threads.append(self._start_thread(partial(self._run, rank, port, secret, kinds)))
             group._watch({}, {})
             group._accept_ranks(listener, secret.encode(), time.monotonic() + 60.0)
         return group
@@ -53,20 +53,31 @@ class ThreadRanks:
         pools: list[KVPool] = []
         if self._make_backend is not None:
             server = RankBackendServer(opened[2], self._make_backend, lambda: pool_memory(pools[-1]))
-            threading.Thread(target=_quietly, args=(server.run,), daemon=True).start()
-        _quietly(Rank(rank, opened[0], opened[1], pools.append).run)
+            self._start_thread(server.run)
+        Rank(rank, opened[0], opened[1], pools.append).run()
+
+    def _start_thread(self, run: Callable[[], object]) -> threading.Thread:
+        """Runs a part of a rank on a thread, which may outlive its test: an error on it would fail another test."""
+
+        def guarded() -> None:
+            try:
+                run()
+            except Unavailable:
+                pass  # rank 0 has ended
+            except BaseException as error:
+                self.errors.append(error)
+
+        thread = threading.Thread(target=guarded, name="rank", daemon=True)
+        thread.start()
+        return thread
 
     def join(self) -> None:
-        """Waits until the ranks have ended."""
+        """Waits until the ranks have ended, and raises the error of the first rank that has failed."""
         for thread in self.threads:
             thread.join(60.0)
             assert not thread.is_alive()
-
-
-def _quietly(run: Callable[[], object]) -> None:
-    """Runs a rank. The end of rank 0 ends it."""
-    with suppress(Unavailable):
-        run()
+        if self.errors:
+            raise self.errors[0]
 
 
 @contextmanager
