@@ -37,7 +37,9 @@ async def test_soak_behind_a_gate(smollm2_dir: Path, tmp_path: Path) -> None:
         load = StackLoad(cluster.base_url, cluster.model, smollm2_dir, clients=32, abort_share=0.2)
         expected = [await load.one(which) for which in range(load.prompts)]
         outcomes = await soak(cluster, load, expected)
-        assert outcomes.errors.keys() == {"429"}, outcomes.errors
+        assert outcomes.errors["429"]
+        # A request that has its blocks may still be shed before its first token, when its head was sent already.
+        assert outcomes.errors.keys() <= {"429", "in stream: rate_limit_error"}, outcomes.errors
         redis: Any = Redis.from_url(cluster.stack.redis)
         async with redis:
             async with asyncio.timeout(30):
