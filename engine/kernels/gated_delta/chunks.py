@@ -76,7 +76,7 @@ def _prepare_kernel(
     system = tl.where(i > j, beta[:, None] * keys * pairs, 0.0)
     # The inverse of blocks of 2 ** level rows becomes that of blocks of twice the size.
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), system, 0.0)
-    for level in tl.static_range(1, 6):
+    for level in range(1, 6):
         lower = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
         product = tl.dot(tl.where(lower, system, 0.0), inverse, input_precision=PRECISION)
         inverse -= tl.dot(inverse, product, input_precision=PRECISION)
