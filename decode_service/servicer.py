@@ -65,7 +65,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         pod = self._pod
         deadline_s = remaining_s(context, DEFAULT_DEADLINE_S)
         valid = request_from_pb(request.request)
-        grammar = await pod.compile_grammar(valid)
+        grammar = await pod.grammars.compile(valid)
         pod.require_ready(*self.roles)
         pod.limits.check(valid, generates=True)
         _require_own_id(request.gateway_id)

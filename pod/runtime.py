@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -24,9 +23,7 @@ import grpc
 
 from common.auth import CallGuard, Signer
 from common.block_hash import hash_blocks, matchable_blocks
-from common.errors import InternalError, InvalidRequest, Overloaded, Unavailable
-from common.grammar.compiler import CompiledGrammar, GrammarSource
-from common.grammar.prover import GrammarProver, prover_of
+from common.errors import InternalError, Overloaded, Unavailable
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id, log_phase
 from common.rpc import RpcServer, trace_context_of
@@ -44,18 +41,26 @@ from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
 from pod.adapters import PodAdapters
-from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, card_name, gpu_monitor, processor_id, require_mappable_kv
+from pod.grammars import PodGrammars
 from pod.health import BROKEN_DRAIN_S, EXIT_BROKEN, PodHealth
 from pod.index import CacheEventRelay, PeerDiscovery, require_free_name
 from pod.limits import PodLimits
-from pod.metrics import PodMetrics
+from pod.monitoring.gpu import (
+    GIL_SWITCH_INTERVAL_S,
+    add_gpu_metrics,
+    card_name,
+    gpu_monitor,
+    processor_id,
+    require_mappable_kv,
+)
+from pod.monitoring.metrics import PodMetrics
+from pod.monitoring.rates import PodRates
+from pod.monitoring.watch import PodWatch
 from pod.rank import BackendFactory, pod_backend, pool_memory, start_ranks
-from pod.rates import PodRates
 from pod.requests import RequestRegistry
 from pod.role import PodRole, PodService, RoleSwitchReport, engine_config, local_chunk_tokens, served_name
 from pod.services import ControlServicer, Embedder
 from pod.warm_up import HotPrefixes, warm_up_from_peers
-from pod.watch import PodWatch
 from prefix_index.publisher import IndexPublisher, mint_generation
 from prefix_index.store import PodRecord
 
@@ -83,6 +88,7 @@ class PodRuntime:
         self.config, self.adapters = config, adapters
         self.engine = engine
         self._cache_events = cache_events
+        self.grammars = PodGrammars(engine)
         assert config.name is not None, "create() sets the name"
         self.name = config.name
         self.served_name = served_name(config)
@@ -196,7 +202,7 @@ class PodRuntime:
         await self.transfer_node.start()
         log_phase("warms up")
         began = time.monotonic()
-        grammars = asyncio.to_thread(self._prepare_grammars)
+        grammars = asyncio.to_thread(self.grammars.prepare)
         await asyncio.gather(asyncio.wrap_future(self.engine_loop.call(self._warm_up)), grammars)
         log_phase(f"warm-up took {time.monotonic() - began:.1f} s", done=True)
         if self.config.metrics_port:
@@ -266,20 +272,6 @@ class PodRuntime:
         tokens = local_chunk_tokens(self.config, role, self.engine.device.type)
         config = dataclasses.replace(scheduler.config, local_chunk_tokens=tokens)
         await asyncio.wrap_future(self.engine_loop.call(lambda: setattr(scheduler, "config", config)))
-
-    def _prepare_grammars(self) -> None:
-        """Makes the tables of tokens and starts the process that proves grammars, before the first grammar needs them.
-
-        Making the tables holds the interpreter's lock for 0.5 s. Later that would delay the tokens of other requests.
-        """
-        with suppress(InvalidRequest):  # A model without a fitting tokenizer refuses grammars
-            self.engine.grammar_compiler.tokenizer.for_matchers()
-            self._prover.start()
-
-    @property
-    def _prover(self) -> GrammarProver:
-        tokens = self.engine.grammar_compiler.tokenizer
-        return prover_of(tokens.model_dir, tokens.eos_ids, tokens.vocab_size)
 
     def _warm_up(self) -> None:
         """Runs one short request on the engine thread, so that the first request does not pay for lazy set-up.
@@ -408,19 +400,6 @@ class PodRuntime:
         if (need_s := self.rates.prefill_s(queued_tokens)) > deadline_s:
             ahead = f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work"
             raise Overloaded(f"{ahead}, and the request has {deadline_s:.1f} s", retry_after_s=need_s - deadline_s)
-
-    async def compile_grammar(self, request: ValidRequest) -> CompiledGrammar | None:
-        """Compiles the request's grammar in another thread, after another process has proven it; None without one.
-
-        Raises InvalidRequest with the field.
-        """
-        grammars, grammar = self.engine.grammar_compiler, request.grammar
-        if grammar is None:
-            return None
-        if (compiled := grammars.get_cached(grammar)) is not None:
-            return compiled
-        await asyncio.wrap_future(self._prover.submit(GrammarSource("text", grammar.text, grammar.field)))
-        return await asyncio.to_thread(grammars.compile, grammar, proven=True)
 
     def prompt_hashes(self, request: ValidRequest, max_blocks: int = sys.maxsize) -> list[bytes]:
         """Returns the hashes of the prompt's leading full blocks that a cache may supply, of at most max_blocks."""

@@ -20,7 +20,7 @@ from common.kv_groups import PageOrder
 from common.pb import prefill_pb2
 from common.types import ValidRequest
 from kv_transfer.messages import PullResult, WantedBlocks
-from pod.rates import PodRates
+from pod.monitoring.rates import PodRates
 from pod.requests import retry_while
 from pod.runtime import PodRuntime
 

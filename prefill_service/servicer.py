@@ -52,7 +52,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         valid, pod = request_from_pb(request.request), self._pod
         self._preparing.add(valid.request_id)
         try:
-            grammar = await pod.compile_grammar(valid)
+            grammar = await pod.grammars.compile(valid)
         finally:
             self._preparing.discard(valid.request_id)
         hint = request.pull if request.HasField("pull") else None

@@ -20,7 +20,7 @@ from gateway.pods.table import PodTable
 from gateway.routing.router import Router
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.timeline import Timeline
-from pod.rates import PodRates
+from pod.monitoring.rates import PodRates
 from prefix_index.reader import IndexReader
 from tests.rigs.pods.harness import BLOCK, Cluster, prompt_of
 from tests.rigs.waiting import until

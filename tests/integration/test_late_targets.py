@@ -116,7 +116,7 @@ async def test_set_target_waits_while_the_grammar_is_compiled(model_dir: Path, m
             if refusal is not None:
                 raise refusal
 
-        monkeypatch.setattr(cluster.prefill.runtime, "compile_grammar", compiles)
+        monkeypatch.setattr(cluster.prefill.runtime.grammars, "compile", compiles)
         answer = await cluster.generate(request(PROMPT, 3), remote_only=True, late_s=0.0)
         assert [token.id for token in answer.tokens] == oracle(model_dir).generate(
             [PROMPT], request(PROMPT, 3).sampling

@@ -28,7 +28,7 @@ from fleet.planner import PlannerMetrics
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
-from pod.gpu import GpuMonitor, GpuReading, add_gpu_metrics
+from pod.monitoring.gpu import GpuMonitor, GpuReading, add_gpu_metrics
 from pod.runtime import PodRuntime
 from tests.rigs.gateway.gateway_rig import MODEL, texts
 from tests.rigs.pods.harness import tiny_llama

@@ -34,7 +34,7 @@ from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.timeline import Timeline
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.sender import write_limits
-from pod.rates import PodRates
+from pod.monitoring.rates import PodRates
 from pod.runtime import PodRuntime
 from tests.rigs.engine.blocked_step import BlockedStep, blocked_steps
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Cluster, Pod, expected, prompt_of, request

@@ -15,7 +15,7 @@ from cli.gpus import Gpu, assign_gpus, run_on, visible_gpus
 from common.errors import ConfigError
 from common.settings.configs import PodConfig
 from common.types import Role
-from pod.gpu import require_mappable_kv
+from pod.monitoring.gpu import require_mappable_kv
 
 LISTED = """GPU-aa1, NVIDIA H100 80GB HBM3, 81559, 00000000:1A:00.0
 GPU-bb2, NVIDIA H100 80GB HBM3, 81559, 00000000:9B:00.0

@@ -65,9 +65,9 @@ ROOMS = {
         "node",
     ],
     "pod": [
-        "adapters gpu index limits rates requests warm_up",
-        "role watch",
-        "health metrics services",
+        "adapters grammars health index limits requests warm_up",
+        "role",
+        "monitoring services",
         "rank worker",
         "runtime",
     ],

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.telemetry import Metrics, memory_usage
-from pod.gpu import READING_TTL_S, GpuMonitor, GpuReading, add_gpu_metrics, gpu_monitor
+from pod.monitoring.gpu import READING_TTL_S, GpuMonitor, GpuReading, add_gpu_metrics, gpu_monitor
 
 
 def cgroup(directory: Path, limit: str, current: int = 900, inactive: int = 300) -> Path:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pod.rates import FASTEST_POINTS, PULL_TTL_S, PodRates
+from pod.monitoring.rates import FASTEST_POINTS, PULL_TTL_S, PodRates
 
 
 def test_rates_are_zero_before_the_first_step() -> None:

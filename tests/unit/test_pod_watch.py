@@ -17,8 +17,8 @@ from engine.parallel import rank as rank_module
 from engine.parallel.rank import Rank, serve
 from engine.schedule.outputs import Inbox, OnStep, StepResult
 from engine.schedule.scheduler import ScheduledSequence
-from pod.rates import PodRates
-from pod.watch import PodWatch
+from pod.monitoring.rates import PodRates
+from pod.monitoring.watch import PodWatch
 
 FULL = 256
 

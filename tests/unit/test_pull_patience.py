@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pod.rates import PodRates
+from pod.monitoring.rates import PodRates
 from prefill_service.prefix_pull import MAX_TIME_S, MIN_TIME_S, UNKNOWN_TIME_S, pull_time_limit_s
 
 STEP = 256

@@ -15,7 +15,7 @@ from common.process.watchdog import STEP_FACTOR, Watchdog
 from engine.engine import Engine
 from engine.loop import EngineLoop
 from kv_transfer.node import TransferNode
-from pod.rates import PodRates
+from pod.monitoring.rates import PodRates
 
 LOOPS = ("engine", "transfer_thread", "event_loop")  #: Names of the watched loops, the labels of baton_stuck_loops.
 

@@ -20,9 +20,9 @@ from engine.speculation.speculator import SpeculationStats
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
 from pod.adapters import PodAdapters
-from pod.gpu import GpuReading
+from pod.monitoring.gpu import GpuReading
+from pod.monitoring.watch import LOOPS
 from pod.role import RoleSwitchReport
-from pod.watch import LOOPS
 
 #: Seconds. KV is pushed during the prefill, so the wait at its end is a few milliseconds.
 HAND_OFF_BUCKETS = tuple(
