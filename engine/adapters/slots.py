@@ -52,17 +52,18 @@ class AdaptedSequence(Protocol):
 def sites_of(model: Model, shard: Shard = UNSHARDED) -> DecoderSites:
     """Returns the sites of a model, or of a rank's part. Raises ConfigError if adapters over it are not supported."""
     if not isinstance(model, Decoder):
-        raise _unsupported("a model that transformers computes")
+        raise unsupported("a model that transformers computes")
     layers: list[tuple[Attention, nn.Module]] = []
     for layer in model.layer_list:
         if not isinstance(layer.attention, Attention):
             latent = isinstance(layer.attention, LatentAttention)
-            raise _unsupported(f"a model with {'latent attention' if latent else 'gated delta layers'}")
+            raise unsupported(f"a model with {'latent attention' if latent else 'gated delta layers'}")
         layers.append((layer.attention, layer.mlp))
     return DecoderSites(model.spec, layers, shard)
 
 
-def _unsupported(model: str) -> ConfigError:
+def unsupported(model: str) -> ConfigError:
+    """Returns the error of a model that adapters are not computed for."""
     return ConfigError(f"max_adapters: adapters over {model} are not supported: leave it 0", field="max_adapters")
 
 
