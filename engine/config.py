@@ -55,9 +55,6 @@ class EngineConfig(PodEngineSettings):
         if self.max_adapters and self.deterministic:
             problem = "products with adapters have no fixed order of sums: leave it off"
             raise ConfigError(f"deterministic: {problem}", field="deterministic")
-        if self.max_adapters and self.tensor_parallel_size > 1:
-            problem = "adapters over a model that several ranks compute are not supported: leave it 0"
-            raise ConfigError(f"max_adapters: {problem}", field="max_adapters")
 
     @property
     def local_ranks(self) -> int:

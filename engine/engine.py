@@ -30,7 +30,7 @@ from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
 from engine.adapters.packed import Adapter
-from engine.adapters.slots import AdapterNames, AdapterSlots, sites_of
+from engine.adapters.slots import AdapterNames, AdapterSlots
 from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
 from engine.attention.grouped import make_attention
 from engine.attention.latent import LatentAttentionBackend
@@ -195,9 +195,8 @@ class Engine:
         self._adapters: AdapterNames | None = None
         self._slots: AdapterSlots | None = None
         if config.max_adapters:
-            sites, on_gpu, max_rank = sites_of(model), device.type == "cuda", config.max_adapter_rank
-            self._adapters = AdapterNames(sites, TORCH_DTYPES[dtype], max_rank, pin=on_gpu)
-            self._slots = AdapterSlots(sites, config.max_adapters, max_rank, device, TORCH_DTYPES[dtype])
+            room = config.max_adapters, config.max_adapter_rank
+            self._adapters, self._slots = self._builder.adapters(model, *room, dtype)
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
             from engine.sampling.device_sampler import DeviceSampler

@@ -10,6 +10,8 @@ import torch
 
 from common.errors import ConfigError
 from common.kv_layout import DTYPE_BYTES, FP8_DTYPE, KVLayout
+from engine.adapters.packed import padded_rank
+from engine.adapters.slots import sites_of, unsupported
 from engine.config import LATENT_FP8
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
@@ -42,6 +44,9 @@ class ModelSize:
     fp8_products: bool  # Inputs and weights of the layers' products are 8-bit floats.
     weights_text: str  # How the weights are quantised; "": not at all.
     ranks: int
+    max_adapters: int = 0  # Slots for LoRA adapters.
+    max_adapter_rank: int = 0
+    adapter_bytes: float = 0.0  # All slots of the rank; on a CPU, the adapters that fill them.
 
     @property
     def weight_bytes(self) -> float:
@@ -71,11 +76,20 @@ class ModelSize:
 
 
 def model_size(
-    model_dir: Path, *, dtype: str, kv_dtype: str = "auto", weights: str = "auto", ranks: int = 1, block_size: int = 16
+    model_dir: Path,
+    *,
+    dtype: str,
+    kv_dtype: str = "auto",
+    weights: str = "auto",
+    ranks: int = 1,
+    block_size: int = 16,
+    max_adapters: int = 0,
+    max_adapter_rank: int = 16,
 ) -> ModelSize:
     """Returns the size of a rank's part of a model. Raises ConfigError as loading it would.
 
-    `weights` is the setting of this name, and `kv_dtype` a dtype of the KV layout or auto.
+    `weights`, `max_adapters` and `max_adapter_rank` are the settings of these names, and `kv_dtype` a dtype of the KV
+    layout or auto.
     """
     source = open_model(model_dir, form=weights)
     source.check_layers()
@@ -95,7 +109,15 @@ def model_size(
         dtype=stored,
     )
     counted = _native(shape, source, dtype) if isinstance(shape, ModelSpec) else _foreign(shape, source, dtype)
-    return replace(counted, kv_dtype=stored, kv_bytes=layout.block_bytes / block_size, ranks=ranks)
+    counted = replace(counted, kv_dtype=stored, kv_bytes=layout.block_bytes / block_size, ranks=ranks)
+    if not max_adapters:
+        return counted
+    if not isinstance(shape, ModelSpec):
+        raise unsupported("a model that transformers computes")
+    model = Decoder(shape, 1, torch.device("meta"), getattr(torch, dtype), fused=False)
+    slot = sites_of(model, Shard(0, ranks)).numbers(padded_rank(max_adapter_rank)) * DTYPE_BYTES[dtype]
+    room = float(max_adapters * slot)
+    return replace(counted, max_adapters=max_adapters, max_adapter_rank=max_adapter_rank, adapter_bytes=room)
 
 
 def _native(spec: ModelSpec, source: ModelSource, dtype: str) -> ModelSize:

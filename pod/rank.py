@@ -25,7 +25,7 @@ from common.tls import TlsFiles
 from engine.config import EngineConfig
 from engine.kv.kv_pool import KVPool
 from engine.parallel.rank import EXIT_ABANDONED, EXIT_FAILED, Rank, exit_with, join, serve
-from engine.parallel.rank_group import ENGINE_CHANNEL, HOST_CHANNEL, JOIN_NODES_S, JOIN_S, RankGroup
+from engine.parallel.rank_group import ENGINE_KINDS, JOIN_NODES_S, JOIN_S, RankGroup
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.backend.nixl import NixlBackend
@@ -37,7 +37,7 @@ from kv_transfer.memory import PoolMemory
 
 _log = logging.getLogger(__name__)
 
-TRANSFER_CHANNEL = "transfers"  # Kind of a rank's second channel
+TRANSFER_CHANNEL = "transfers"  # Kind of the channel of a rank's agent
 
 BackendFactory = Callable[[PodConfig], Backend]
 
@@ -53,7 +53,7 @@ def start_ranks(config: PodConfig, engine: EngineConfig) -> RankGroup:
         engine,
         secret=config.secret if engine.tensor_parallel_nodes > 1 else None,
         command=functools.partial(rank_command, config),
-        kinds=(ENGINE_CHANNEL, HOST_CHANNEL, TRANSFER_CHANNEL),
+        kinds=(*ENGINE_KINDS, TRANSFER_CHANNEL),
         tls=TlsFiles.of_directory(_group_tls_dir(config), config.role.value),
     )
 
@@ -144,13 +144,13 @@ def main(argv: list[str]) -> int:
     setup_logs(settings["log_level"], settings["log_format"])
     limit = JOIN_S if settings["ready_fd"] is None else JOIN_NODES_S  # the pod of another machine may start later
     tls = TlsFiles.of_directory(settings["tls_dir"], *MEMBER_ROLES)
-    kinds = ENGINE_CHANNEL, HOST_CHANNEL, TRANSFER_CHANNEL
-    engine, host, transfers = (join(rank, master, kind, limit, tls) for kind in kinds)
-    exit_with(engine)
+    kinds = *ENGINE_KINDS, TRANSFER_CHANNEL
+    *channels, transfers = (join(rank, master, kind, limit, tls) for kind in kinds)
+    exit_with(channels[0])
     pool = _RankPool(settings["ready_fd"])
     make = functools.partial(make_backend, settings["transport"], settings["net_devices"])
     threading.Thread(target=_run_transfer_backend, args=(transfers, make, pool), name="agent", daemon=True).start()
-    return serve(Rank(rank, engine, host, pool.made))
+    return serve(Rank(rank, channels, pool.made))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ FIT_OPTIONS = (
     ("users", "N", "Answers at the same time; default: 64."),
     ("gpus", "N", "Cards of a pod (tensor parallelism); default: as few as hold all users."),
     ("share", "X", "Share of the card's memory, as --gpu-memory-utilization; default: 0.9."),
+    ("max_adapters", "N", "LoRA adapters on the card at once, as the setting of this name; default: none."),
+    ("max_adapter_rank", "N", "Largest rank of an adapter; default: 16."),
 )
 
 
@@ -100,13 +102,15 @@ def run_fit(*, as_json: bool, **flags: str | None) -> int:
     from common.model.directory import resolve_model
     from engine.model_size import model_size
 
-    model, gpu, context, prompt, users, gpus, share = (flags[name] for name, *_ in FIT_OPTIONS)
+    model, gpu, context, prompt, users, gpus, share, adapters, rank = (flags[name] for name, *_ in FIT_OPTIONS)
     if model is None or gpu is None:
         raise ConfigError("--model DIR and --gpu CARD are needed", field="gpu" if model else "model")
     card = load_card(gpu)
     path = Path(model)
     directory = path if path.is_dir() else resolve_model(model, tokenizer=False, weights=False)
-    sizes = sizes_of(model_size, directory, card.dtype)
+    slots = _whole("max-adapters", adapters or "0", 0, 1024)
+    largest = _whole("max-adapter-rank", rank or "16", 1, 256)
+    sizes = sizes_of(model_size, directory, card.dtype, max_adapters=slots, max_adapter_rank=largest)
     ranks = None if gpus is None else _whole("gpus", gpus, 1, 64)
     part = _number("share", share, DEFAULT_SHARE)
     if not 0 < part <= 1:

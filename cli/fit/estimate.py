@@ -55,6 +55,7 @@ class Fit:
     flags: tuple[str, ...]  # Settings that differ from the defaults.
     ranks: int
     weight_bytes: float  # Per card.
+    adapter_bytes: float  # Of the slots for adapters, per card.
     kv_token_bytes: float  # Per token and card.
     pool_bytes: float  # Per card; negative if the weights do not fit.
     pool_tokens: int
@@ -115,14 +116,14 @@ def _all_reduce_s(size: ModelSize, rows: int) -> float:
 
 
 def pool_bytes(size: ModelSize, card: Card, share: float) -> float:
-    """Returns the bytes that are left for KV beside weights, activations and graphs; negative if there are none."""
+    """Returns the bytes that are left for KV beside weights, adapters, activations and graphs; negative if none are."""
     on_cpu = card.device == "cpu"
     itemsize = 4 if on_cpu else 2
     tokens = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
     activations = tokens * itemsize * (4 * size.hidden_size + 1.5 * size.widest)
     activations += 3 * 4 * DEFAULT_MAX_SEQS[card.device] * size.shape.vocab_size
     room = share * card.memory_bytes if on_cpu else min(share * card.memory_bytes, card.memory_bytes - DRIVER_BYTES)
-    return room - size.weight_bytes - activations - (0 if on_cpu else GRAPH_BYTES + RESERVED_BYTES)
+    return room - size.weight_bytes - size.adapter_bytes - activations - (0 if on_cpu else GRAPH_BYTES + RESERVED_BYTES)
 
 
 def fit(size: ModelSize, card: Card, load: PlannedLoad, share: float, flags: tuple[str, ...]) -> Fit:
@@ -136,6 +137,7 @@ def fit(size: ModelSize, card: Card, load: PlannedLoad, share: float, flags: tup
         flags=flags,
         ranks=size.ranks,
         weight_bytes=size.weight_bytes,
+        adapter_bytes=size.adapter_bytes,
         kv_token_bytes=size.kv_bytes,
         pool_bytes=pool,
         pool_tokens=tokens,
@@ -174,7 +176,11 @@ def candidates(
             except ConfigError as error:
                 refused.append(error)
                 continue
-            flags = (*_flags(kv_dtype, weights, count, load, card), *_pool_flags(size, card, share))
+            flags = (
+                *_flags(kv_dtype, weights, count, load, card),
+                *_adapter_flags(size),
+                *_pool_flags(size, card, share),
+            )
             found.append(fit(size, card, load, share, flags))
         if any(setup.fits for setup in found):
             break
@@ -198,6 +204,12 @@ def _flags(kv_dtype: str, weights: str, ranks: int, load: PlannedLoad, card: Car
     return tuple(flags)
 
 
+def _adapter_flags(size: ModelSize) -> tuple[str, ...]:
+    if not size.max_adapters:
+        return ()
+    return f"--max-adapters {size.max_adapters}", f"--max-adapter-rank {size.max_adapter_rank}"
+
+
 def _pool_flags(size: ModelSize, card: Card, share: float) -> tuple[str, ...]:
     """Returns the setting with which a pod takes the pool that the estimate has."""
     if card.device == "cpu":
@@ -206,6 +218,8 @@ def _pool_flags(size: ModelSize, card: Card, share: float) -> tuple[str, ...]:
     return (f"--gpu-memory-utilization {share:g}",) if share != DEFAULT_SHARE else ()
 
 
-def sizes_of(model_size: Callable[..., ModelSize], model_dir: object, dtype: str) -> Callable[..., ModelSize]:
+def sizes_of(
+    model_size: Callable[..., ModelSize], model_dir: object, dtype: str, **options: int
+) -> Callable[..., ModelSize]:
     """Returns the function that `candidates` takes, for a model directory; each size is computed once."""
-    return functools.cache(functools.partial(model_size, model_dir, dtype=dtype))
+    return functools.cache(functools.partial(model_size, model_dir, dtype=dtype, **options))

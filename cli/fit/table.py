@@ -36,6 +36,7 @@ def show(found: list[Fit], card: Card, load: PlannedLoad, size: ModelSize, model
         f"{size.num_experts} experts, {size.top_k} for each token" if size.num_experts else "",
         f"{windows} layers with a window" if windows else "",
         f"weights {size.weights_text}" if size.weights_text else "",
+        f"{size.max_adapters} adapters of rank {size.max_adapter_rank}" if size.max_adapters else "",
     ]
     console.print(f"{model_dir.name}: {', '.join(filter(None, parts))}", soft_wrap=True)
     table = Table(title=f"{load.users} users with up to {load.context} tokens on {card.name}")
@@ -52,11 +53,16 @@ def show(found: list[Fit], card: Card, load: PlannedLoad, size: ModelSize, model
     )
     console.print(f"\n{_verdict(best, load)}", style="bold", soft_wrap=True)
     console.print(
-        f"\nCard {card.name}: {card.source}. Weights, KV and pool are per card; activations and graphs are estimates, "
+        f"\nCard {card.name}: {card.source}. Weights, KV and pool are per card"
+        f"{_adapters_text(best)}; activations and graphs are estimates, "
         "and the pod logs the real pool at its start. The figures are for one pod that does nothing else: with "
         "--role both, prompts lengthen the steps of decodes.",
         soft_wrap=True,
     )
+
+
+def _adapters_text(setup: Fit) -> str:
+    return f", beside {setup.adapter_bytes / 2**30:.2g} GiB for adapters" if setup.adapter_bytes else ""
 
 
 def _verdict(best: Fit, load: PlannedLoad) -> str:

@@ -46,9 +46,15 @@ class AdapterOps(TorchOps):
         return self._rows.swiglu(product, x, self._rows.sites.of(gate_up), norm)
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-        x = self._base.add_linear(x, y, linear)
-        self._rows.add(x, y, self._rows.sites.of(linear), None, factor=linear.multiplier)
-        return x
+        site = self._rows.sites.of(linear)
+        if self._base.is_whole:
+            x = self._base.add_linear(x, y, linear)
+            self._rows.add(x, y, site, None, factor=linear.multiplier)
+            return x
+        # y and A are parts of the inputs, so the ranks' B A y sum up with the product in the layer's own all-reduce.
+        part = self._base.partial_product(y, linear)
+        self._rows.add(part, y, site, None)
+        return self._base.add_reduced(x, part, linear)
 
     def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
         return self._base.add_experts(x, norm, moe)

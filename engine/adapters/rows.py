@@ -22,6 +22,7 @@ class AdapterRows(Protocol):
     """The rows of one step, or some of them, with the adapter of each row. Other rows are not changed."""
 
     sites: DecoderSites
+    slots: np.ndarray | None  #: The slot of each row, int64; None if a CUDA graph reads them from the device
 
     def add(
         self, out: Tensor, x: Tensor, site: Site, norm: RMSNorm | None, *, first_part: int = 0, factor: float = 1.0

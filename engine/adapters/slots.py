@@ -34,6 +34,7 @@ from engine.device import format_bytes, require_memory, upload
 from engine.models.base import Model
 from engine.models.decoder import Decoder
 from engine.models.layers import Attention, LatentAttention
+from engine.models.spec import UNSHARDED, Shard
 
 if TYPE_CHECKING:
     from engine.adapters.triton_rows import RowBuffer
@@ -48,20 +49,21 @@ class AdaptedSequence(Protocol):
     adapter_slot: int | None
 
 
-def sites_of(model: Model) -> DecoderSites:
-    """Returns the sites of a model. Raises ConfigError if adapters over it are not supported."""
+def sites_of(model: Model, shard: Shard = UNSHARDED) -> DecoderSites:
+    """Returns the sites of a model, or of a rank's part. Raises ConfigError if adapters over it are not supported."""
     if not isinstance(model, Decoder):
-        raise _unsupported("a model that transformers computes")
+        raise unsupported("a model that transformers computes")
     layers: list[tuple[Attention, nn.Module]] = []
     for layer in model.layer_list:
         if not isinstance(layer.attention, Attention):
             latent = isinstance(layer.attention, LatentAttention)
-            raise _unsupported(f"a model with {'latent attention' if latent else 'gated delta layers'}")
+            raise unsupported(f"a model with {'latent attention' if latent else 'gated delta layers'}")
         layers.append((layer.attention, layer.mlp))
-    return DecoderSites(model.spec, layers)
+    return DecoderSites(model.spec, layers, shard)
 
 
-def _unsupported(model: str) -> ConfigError:
+def unsupported(model: str) -> ConfigError:
+    """Returns the error of a model that adapters are not computed for."""
     return ConfigError(f"max_adapters: adapters over {model} are not supported: leave it 0", field="max_adapters")
 
 
@@ -96,7 +98,7 @@ class AdapterNames:
         with self._lock:
             adapter = self._by_digest.get(file.digest)
         if adapter is None:
-            adapter = pack_adapter(file, self._sites, self._dtype, pin=self._pin)
+            adapter = self._make(file)
         with self._lock:
             adapter = self._by_digest.setdefault(file.digest, adapter)
         size, took = format_bytes(adapter.numbers.nbytes), time.monotonic() - began
@@ -104,6 +106,9 @@ class AdapterNames:
             "adapter %s: rank %d, %s, packed in %.2f s, digest %s", name, adapter.rank, size, took, adapter.digest
         )
         return adapter
+
+    def _make(self, file: AdapterFile) -> Adapter:
+        return pack_adapter(file, self._sites, self._dtype, pin=self._pin)
 
     def remove(self, name: str) -> Adapter:
         """Forgets a name; running sequences keep the adapter. Raises InvalidRequest if the name is unknown."""
@@ -153,9 +158,8 @@ class AdapterSlots:
         self.memory: SlotMemory | None = None  #: None on a CPU, where a slot is a reference
         if device.type == "cuda":
             rank = padded_rank(max_rank)
-            capacity = sum(site.largest(rank) for site in sites.all)
             with require_memory(f"{count} adapter slots", "max_adapters", "lower max_adapters or max_adapter_rank"):
-                numbers = torch.zeros(count, capacity, dtype=dtype, device=device)
+                numbers = torch.zeros(count, sites.numbers(rank), dtype=dtype, device=device)
             table = torch.zeros(count, len(sites.all), TABLE_WIDTH, dtype=torch.int64, device=device)
             scales = torch.zeros(count, len(sites.all), MAX_PARTS, device=device)
             self.memory = SlotMemory(sites, rank, numbers, table, scales)
@@ -197,12 +201,21 @@ class AdapterSlots:
         if not free:
             return None
         slot = min(free, key=lambda slot: (self.adapters[slot] is not None, self._used_at[slot]))
+        self.put(adapter, slot)
+        self.loads += 1
+        return slot
+
+    def put(self, adapter: Adapter, slot: int) -> None:
+        """Begins the copy of an adapter into a slot that no running sequence uses."""
         self.adapters[slot] = None  # stays so if the copy fails
         if self.memory is not None and self._stream is not None:
             self._copy(adapter, slot, self.memory, self._stream)
         self.adapters[slot] = adapter
-        self.loads += 1
-        return slot
+
+    def wait_for_copies(self, slots: np.ndarray) -> None:
+        """Lets the current stream wait for the copies into these slots."""
+        for slot in self._loading.keys() & set(slots.tolist()):
+            torch.cuda.current_stream(self.device).wait_event(self._loading.pop(slot))
 
     def _copy(self, adapter: Adapter, slot: int, memory: SlotMemory, stream: torch.cuda.Stream) -> None:
         # Launched steps may still read the slot for sequences that have ended.
@@ -225,7 +238,7 @@ class AdapterSlots:
 
         count, tile = len(slots), tile_of(len(slots))
         (packed,) = upload([pack_rows(slots, count, tile, self.count)], self.device)
-        return TritonRows(self.memory, packed[:count], packed[tiles_start(count) :], tile)
+        return TritonRows(self.memory, packed[:count], packed[tiles_start(count) :], tile, slots)
 
     def buffer(self, max_rows: int) -> RowBuffer:
         """Makes a static buffer of rows, for CUDA graphs."""

@@ -17,10 +17,12 @@ from engine.models.ops import rms_norm_torch
 
 
 class TorchRows:
-    """Implements `AdapterRows` on a CPU. `slots` has the adapter slot of each row."""
+    """Implements `AdapterRows` on a CPU."""
+
+    slots: np.ndarray | None
 
     def __init__(self, sites: DecoderSites, adapters: Sequence[Adapter | None], slots: np.ndarray) -> None:
-        self.sites = sites
+        self.sites, self.slots = sites, slots
         self._groups: list[tuple[Adapter, Tensor]] = []
         for slot in np.unique(slots[slots != NO_ADAPTER]).tolist():
             adapter = adapters[slot]

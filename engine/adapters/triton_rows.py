@@ -27,8 +27,10 @@ class TritonRows:
     order: int32 [rows]. tiles: int32 [3 * max_tiles] or longer. See `rows.tile_rows`.
     """
 
-    def __init__(self, memory: SlotMemory, order: Tensor, tiles: Tensor, tile: int) -> None:
-        self.sites = memory.sites
+    def __init__(
+        self, memory: SlotMemory, order: Tensor, tiles: Tensor, tile: int, slots: np.ndarray | None = None
+    ) -> None:
+        self.sites, self.slots = memory.sites, slots
         self._order, self._tile, count = order, tile, max_tiles(len(order), tile, memory.num_slots)
         self._tiles = tiles[: 3 * count]
         self._weights = SlotWeights(memory.numbers, memory.table, memory.scales, memory.max_rank)

@@ -39,12 +39,12 @@ class QuantizedFusedOps(FusedOps):
         return quantized_linear(x, gate_up.prepared, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-        if linear.prepared is None:
+        if linear.prepared is None or not self.is_whole:
             return super().add_linear(x, y, linear)
-        if self._all_reduce is None and linear.multiplier == 1.0:
+        if linear.multiplier == 1.0:
             return quantized_linear(y, linear.prepared, bias=linear.bias, residual=x, out=x)
-        part = quantized_linear(y, linear.prepared)
-        if self._all_reduce is not None:
-            self._all_reduce(part)
-        x.add_(part, alpha=linear.multiplier)
+        x.add_(quantized_linear(y, linear.prepared), alpha=linear.multiplier)
         return x if linear.bias is None else x.add_(linear.bias, alpha=linear.multiplier)
+
+    def partial_product(self, y: Tensor, linear: Linear) -> Tensor:
+        return super().partial_product(y, linear) if linear.prepared is None else quantized_linear(y, linear.prepared)

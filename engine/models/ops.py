@@ -199,7 +199,15 @@ class TorchOps:
         """Returns x + linear(y) * linear.multiplier, which overwrites x."""
         if self._all_reduce is None:
             return x.add_(product(y, linear), alpha=linear.multiplier)
-        part = product(y, LinearSlice(linear.weight, scales=linear.scales, rounding=linear.rounding))
+        return self.add_reduced(x, self.partial_product(y, linear), linear)
+
+    def partial_product(self, y: Tensor, linear: Linear) -> Tensor:
+        """Returns the product of a rank's part of y and of a weight that is split by inputs, without bias, [T, out]."""
+        return product(y, LinearSlice(linear.weight, scales=linear.scales, rounding=linear.rounding))
+
+    def add_reduced(self, x: Tensor, part: Tensor, linear: Linear) -> Tensor:
+        """Returns x + (sum of the ranks' `part` + bias) * linear.multiplier, which overwrites x and part."""
+        assert self._all_reduce is not None
         self._all_reduce(part)
         x.add_(part, alpha=linear.multiplier)
         return x if linear.bias is None else x.add_(linear.bias, alpha=linear.multiplier)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, InternalError, describe
 from common.kv_layout import KVLayout
+from engine.adapters.slots import AdapterNames, AdapterSlots, sites_of
 from engine.config import EngineConfig
 from engine.device import make_current
 from engine.kv.blocks import BlockCopy
@@ -30,6 +31,7 @@ from engine.models.base import ForwardContext, Model
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
 from engine.models.spec import UNSHARDED, Shard, shard_error
+from engine.parallel.adapters import MirroredNames, MirroredSlots, pack_slots
 from engine.parallel.collectives import TIMEOUT_S, Collectives, load_shard, open_store, pack_step
 from engine.parallel.host_pool import MirroredHostPool
 from engine.parallel.rank_group import RankGroup
@@ -58,6 +60,12 @@ class EngineBuilder:
         """Makes the host tier's memory for every device. checksums: other ranks check the blocks that they load."""
         return HostKVPool(kv, num_host_blocks)
 
+    def adapters(self, model: Model, count: int, max_rank: int, dtype: str) -> tuple[AdapterNames, AdapterSlots]:
+        """Makes host memory and `count` slots for adapters on every device. ConfigError if the model has none."""
+        sites, kind = sites_of(model), TORCH_DTYPES[dtype]
+        names = AdapterNames(sites, kind, max_rank, pin=self._device.type == "cuda")
+        return names, AdapterSlots(sites, count, max_rank, self._device, kind)
+
     def own_part(self, model: Model) -> Model:
         """Returns the part of the model in this process, which has the whole embedding and LM head."""
         return model
@@ -77,8 +85,9 @@ class MirroredModel:
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         packed = pack_step(context.metadata.step, context.cache[0].block_size)
-        sizes = {"tokens": len(tokens), "rows": None if rows is None else len(rows)}
-        self._rank_group.send("step", packed, **sizes, bound_s=self._rank_group.step_bound_s)
+        slots, counts = pack_slots(context.adapters)
+        sizes = {"tokens": len(tokens), "rows": None if rows is None else len(rows), "slots": counts}
+        self._rank_group.send("step", packed + slots, **sizes, bound_s=self._rank_group.step_bound_s)
         try:
             ids = [tokens, positions] if rows is None else [tokens, positions, rows]
             self._collectives.broadcast(torch.cat(ids))
@@ -183,6 +192,13 @@ class TensorParallelBuilder(EngineBuilder):
         if not connected.done():
             raise rank_group.fail(f"rank 0 did not connect to the other ranks within {TIMEOUT_S:g} s")
         return connected.result()
+
+    def adapters(self, model: Model, count: int, max_rank: int, dtype: str) -> tuple[AdapterNames, AdapterSlots]:
+        sites = sites_of(self.own_part(model), self.shard)
+        self._rank_group.call("adapters", count=count, max_rank=max_rank, dtype=dtype)
+        names = MirroredNames(sites, TORCH_DTYPES[dtype], max_rank, self._rank_group, pin=self._device.type == "cuda")
+        place = sites, count, max_rank, self._device, TORCH_DTYPES[dtype]
+        return names, MirroredSlots(names, self._rank_group, *place)
 
     def own_part(self, model: Model) -> Model:
         assert isinstance(model, MirroredModel)

@@ -2,7 +2,7 @@
 
     python -m engine.parallel.rank RANK HOST:PORT        (the group's secret is in BATON_SECRET)
 
-    join -> open -> connect -> load -> pool -> step, zero, copy ... -> stop
+    join -> open -> connect -> load -> adapters -> pool -> step, zero, copy, put, drop ... -> stop
 
 The process ends at once when rank 0 has ended, even while it waits for a device. An error ends it too; rank 0 notices,
 and the group has failed. A rank has no scheduler, sampler or prefix cache.
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,13 @@ from engine.kv.kv_pool import TORCH_DTYPES, KVPool, LayerKV
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource, open_model
-from engine.models.spec import Shard
+from engine.models.spec import UNSHARDED, Shard
+from engine.parallel.adapters import RankAdapters
 from engine.parallel.collectives import Collectives, join_store, load_shard, unpack_step
 from engine.parallel.host_pool import RankHostTier
 from engine.parallel.rank_group import (
     ENGINE_CHANNEL,
-    HOST_CHANNEL,
+    ENGINE_KINDS,
     JOIN_S,
     POLL_S,
     SECRET_VARIABLE,
@@ -55,20 +56,22 @@ EXIT_FAILED, EXIT_ABANDONED = 1, 5
 
 
 class Rank:
-    """One rank other than rank 0, which `channel` and `host` (for copies of the host tier) lead to.
+    """One rank other than rank 0, which `channels` lead to: of each kind of ENGINE_KINDS one, in this order.
 
     `on_pool` is called with each new KV pool.
     """
 
     def __init__(
-        self, rank: int, channel: RankChannel, host: RankChannel, on_pool: Callable[[KVPool], None] = lambda _: None
+        self, rank: int, channels: Sequence[RankChannel], on_pool: Callable[[KVPool], None] = lambda _: None
     ) -> None:
+        channel, host, adapters = channels
         self.heartbeat = Heartbeat()  # Beats once per message; idle while no message has come
         self.step_bound_s = 0.0  # Longest time of a step, from rank 0; 0 while it does not watch
         self._rank, self._channel, self._on_pool = rank, channel, on_pool
-        self._host_tier = RankHostTier(host)
+        self._host_tier, self._adapters = RankHostTier(host), RankAdapters(adapters)
         self._source: ModelSource | None = None
         self._model: Decoder | None = None
+        self._shard = UNSHARDED
         self._collectives: Collectives | None = None
         self._device = torch.device("cpu")
         self._kv: KVPool | None = None
@@ -84,10 +87,12 @@ class Rank:
             "open": self._open,
             "connect": self._connect,
             "load": self._load,
+            "adapters": self._open_adapters,
             "pool": self._create_pool,
             "host": self._open_host_tier,
         }
         unanswered = {"step": self._step, "zero": self._zero, "copy": self._copy}
+        unanswered |= {"put": self._adapters.put, "drop": self._adapters.drop}
         self.heartbeat.begin()
         while (message := self._receive()).kind != "stop":
             if message.kind in unanswered:
@@ -141,9 +146,13 @@ class Rank:
         fields, source, collectives = message.fields, self._source, self._collectives
         assert source is not None
         assert collectives is not None
-        shard = Shard(self._rank, fields["size"], fields["whole_experts"])
+        self._shard = shard = Shard(self._rank, fields["size"], fields["whole_experts"])
         dtype = TORCH_DTYPES[fields["dtype"]]
         self._model = load_shard(source, shard, collectives, fields["max_len"], self._device, dtype)
+
+    def _open_adapters(self, message: RankMessage) -> None:
+        assert self._model is not None
+        self._adapters.open(self._model, self._shard, message, self._device)
 
     def _create_pool(self, message: RankMessage) -> None:
         self._kv, self._cache, self._attention = None, (), None  # frees the memory of the old pool
@@ -171,9 +180,10 @@ class Rank:
         tokens, rows = message.fields["tokens"], message.fields["rows"]
         joined = torch.empty(2 * tokens + (rows or 0), dtype=torch.int64, device=self._device)
         self._collectives.broadcast(joined)
-        metadata = self._attention.prepare(unpack_step(message.payload))
+        adapters, packed = self._adapters.of_step(message)
+        metadata = self._attention.prepare(unpack_step(packed))
         ids, positions, row_indices = torch.split(joined, [tokens, tokens, rows or 0])
-        context = ForwardContext(self._cache, self._attention, metadata)
+        context = ForwardContext(self._cache, self._attention, metadata, adapters=adapters)
         self._model.forward(ids, positions, context, None if rows is None else row_indices)
 
     @torch.inference_mode()
@@ -239,9 +249,9 @@ def serve(rank: Rank) -> int:
 def main(argv: list[str]) -> int:
     number, master = int(argv[0]), argv[1]
     logging.basicConfig(level=logging.WARNING, format=f"rank {number}: %(levelname)s %(name)s: %(message)s")
-    channel, host = (join(number, master, kind) for kind in (ENGINE_CHANNEL, HOST_CHANNEL))
-    exit_with(channel)
-    return serve(Rank(number, channel, host))
+    channels = [join(number, master, kind) for kind in ENGINE_KINDS]
+    exit_with(channels[0])
+    return serve(Rank(number, channels))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ FAILED_STOP_S = 0.5  # The same for the ranks of a group that has failed: they m
 SECRET_VARIABLE = "BATON_SECRET"
 ENGINE_CHANNEL = "engine"  # Kind of the channel that carries steps.
 HOST_CHANNEL = "host"  # Kind of the channel that carries copies of the host tier.
+ADAPTER_CHANNEL = "adapters"  # Kind of the channel that carries adapters to host memory.
+ENGINE_KINDS = (ENGINE_CHANNEL, HOST_CHANNEL, ADAPTER_CHANNEL)  # Kinds of the channels of every rank.
 
 RankCommand = Callable[[int, str], list[str]]  # Maps (rank, address of rank 0) to the command line of a rank.
 
@@ -79,7 +81,7 @@ class RankGroup:
         *,
         secret: str | None = None,
         command: RankCommand = rank_command,
-        kinds: Sequence[str] = (ENGINE_CHANNEL, HOST_CHANNEL),
+        kinds: Sequence[str] = ENGINE_KINDS,
         tls: TlsFiles | None = None,
     ) -> RankGroup:
         """Starts the ranks of this machine and waits until all ranks have joined.

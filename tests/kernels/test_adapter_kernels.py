@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.adapters.packed import Adapter, pack_adapter
 from engine.adapters.peft import AdapterFile, LoraPair
 from engine.adapters.rows import NO_ADAPTER, AdapterRows, SlotMemory, StepAdapters
+from engine.adapters.sites import DecoderSites
 from engine.adapters.slots import sites_of
 from engine.adapters.torch_rows import TorchRows
 from engine.adapters.triton_rows import RowBuffer
@@ -22,7 +23,7 @@ from engine.kv.kv_pool import LayerKV
 from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
-from engine.models.spec import parse_spec
+from engine.models.spec import Shard, parse_spec
 from tests.rigs.engine.bare_model import LLAMA
 
 CONFIG: dict[str, Any] = LLAMA | {"hidden_size": 48, "intermediate_size": 80, "head_dim": 16, "hidden_act": "silu"}
@@ -142,6 +143,49 @@ def test_a_decoder_of_kernels_equals_a_plain_one(rig: Rig) -> None:
         hidden = model.forward(tokens, positions, context, torch.from_numpy(ends - 1))
         found.append(model.logits(hidden, results))
     torch.testing.assert_close(found[0], found[1], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_ranks_make_up_the_whole(size: int, rig: Rig, gen: torch.Generator) -> None:
+    """Ranks have outputs of qkv, gate and up, and a term of the sum of out and down. Four ranks share two KV heads."""
+    slots, norm, whole = STEPS["mixed"], rig.plain.norm, rig.rows(STEPS["mixed"], kernels=False)
+    files = [rig.file(seed, rank) for seed, rank in enumerate((5, 16, 40))]
+    sums: dict[str, Tensor] = {}
+    inputs = {
+        name: torch.randn(len(slots), n, generator=gen) for name, n in (("states", 48), ("out", 64), ("down", 80))
+    }
+    for shard in (Shard(rank, size) for rank in range(size)):
+        model = Decoder(shard.shard_spec(rig.plain.spec), 1, CPU, torch.float32, fused=False)
+        sites = sites_of(model, shard)
+        assert sites.shapes == rig.sites.shapes
+        packed = [pack_adapter(file, sites, torch.float32, pin=False, shard=shard) for file in files]
+        rows, layers = rows_in_slots(sites, packed), (model.layer_list[0], rig.plain.layer_list[0])
+        for pair in ([layer.attention.qkv for layer in layers], [layer.mlp.gate_up for layer in layers]):
+            own, site = sites.of(pair[0]), rig.sites.of(pair[1])
+            out, expected = (torch.zeros(len(slots), sum(each.outputs)) for each in (own, site))
+            rows.add(out, inputs["states"], own, norm)
+            whole.add(expected, inputs["states"], site, norm)
+            columns = zip(expected.split(site.outputs, dim=1), own.copies, own.outputs, strict=True)
+            parts = [column[:, shard.among(copies).rank * n :][:, :n] for column, copies, n in columns]
+            torch.testing.assert_close(out, torch.cat(parts, 1), atol=1e-4, rtol=1e-4)
+        for name, linear in (("out", layers[0].attention.out), ("down", layers[0].mlp.down)):
+            part = inputs[name].chunk(size, dim=1)[shard.rank]
+            rows.add(sums.setdefault(name, torch.zeros(len(slots), 48)), part, sites.of(linear), None)
+    for name, linear in (("out", rig.plain.layer_list[0].attention.out), ("down", rig.plain.layer_list[0].mlp.down)):
+        expected = torch.zeros(len(slots), 48)
+        whole.add(expected, inputs[name], rig.sites.of(linear), None)
+        torch.testing.assert_close(sums[name], expected, atol=1e-4, rtol=1e-4)
+
+
+def rows_in_slots(sites: DecoderSites, adapters: list[Adapter]) -> AdapterRows:
+    """Returns the rows of the step "mixed" with these adapters in the slots of a rank."""
+    numbers = torch.zeros(SLOTS, sites.numbers(MAX_RANK))
+    for slot, adapter in enumerate(adapters):
+        numbers[slot, : len(adapter.numbers)] = adapter.numbers
+    table, scales = (torch.stack(parts) for parts in zip(*((a.table, a.scales) for a in adapters), strict=True))
+    buffer = RowBuffer(SlotMemory(sites, MAX_RANK, numbers, table, scales), len(STEPS["mixed"]))
+    buffer.stage(np.array(STEPS["mixed"]), len(STEPS["mixed"]))
+    return buffer.rows(len(STEPS["mixed"]))
 
 
 def test_rows_without_a_sequence_are_finite(rig: Rig, gen: torch.Generator) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from engine.llm import LLM
-from tests.lora.lora_rig import LAYER_MODULES
-from tests.lora.test_lora_engine import NAMES, Oracle, answers, make_llm, make_oracle
+from tests.lora.lora_rig import LAYER_MODULES, NAMES, Oracle, answers, make_llm, make_oracle
 from tests.rigs.engine.tiny_models import tiny_prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,12 +5,18 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from common.types import SamplingParams
+from engine.llm import LLM, Completion
+from tests.rigs.engine.tiny_models import TINY_ENGINE, save_reference
 
 Q, K, V, OUT = (f"self_attn.{name}_proj" for name in "qkvo")
 GATE, UP, DOWN = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
@@ -95,3 +101,58 @@ def merge(model: Any, directory: Path) -> Any:
         with torch.no_grad():
             module.weight += change
     return merged.eval()
+
+
+#: Options of `save_adapter` by name.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {"seed": 1},
+    "some": {"seed": 2, "modules": (Q, V, OUT, UP), "rank": 20, "rslora": True},
+    "patterns": {
+        "seed": 3,
+        "modules": (*LAYER_MODULES, "lm_head", "embed_tokens"),
+        "ranks": {GATE: 9, "0.self_attn.q_proj": 33},
+        "alphas": {DOWN: 3.0, "lm_head": 2.0},
+    },
+}
+NAMES: list[str | None] = [None, "all", "some", "patterns"]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A model directory, adapters over it, and the merged models by the adapter's name; None is the base."""
+
+    directory: Path
+    adapters: dict[str, Path]
+    models: dict[str | None, Any]
+
+    def check(self, completion: Completion, adapter: str | None) -> None:
+        """Asserts that a greedy completion is that of the merged model, with its log-probabilities."""
+        with torch.inference_mode():
+            ids = torch.tensor([[*completion.prompt_ids, *completion.ids]])
+            logits = self.models[adapter](ids).logits[0, len(completion.prompt_ids) - 1 : -1]
+        logprobs = logits.log_softmax(-1)
+        assert completion.ids == logprobs.argmax(-1).tolist(), f"adapter {adapter}"
+        for row, token in zip(logprobs, completion.tokens, strict=True):
+            assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-3)
+            for other in token.top:
+                assert other.logprob == pytest.approx(float(row[other.token]), abs=1e-3)
+
+
+def make_oracle(directory: Path, case: dict[str, Any], adapters: dict[str, dict[str, Any]]) -> Oracle:
+    model = save_reference(directory / "base", case)
+    paths = {name: save_adapter(directory / name, model, **options) for name, options in adapters.items()}
+    merged = {name: merge(model, path) for name, path in paths.items()}
+    return Oracle(directory / "base", paths, {None: model, **merged})
+
+
+def make_llm(oracle: Oracle, **config: Any) -> LLM:
+    settings = TINY_ENGINE | {"num_blocks": 160, "max_adapters": 4, "max_adapter_rank": 64, "dtype": "float32"} | config
+    llm = LLM(oracle.directory, **settings)
+    for name, path in oracle.adapters.items():
+        llm.add_adapter(path, name)
+    return llm
+
+
+def answers(llm: LLM, names: list[str | None], prompts: list[list[int]], **params: Any) -> list[Completion]:
+    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 8, "logprobs": 3} | params))
+    return llm.generate(prompts, sampling, adapter=names, ignore_eos=True, show_progress=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +15,20 @@ from cli.demo.adapter import write_random_adapter
 from common.errors import ConfigError, InvalidRequest
 from common.grammar.compiler import from_regex
 from common.types import SamplingParams
-from engine.llm import LLM, Completion
-from tests.lora.lora_rig import DOWN, GATE, LAYER_MODULES, OUT, UP, Q, V, merge, save_adapter
+from engine.llm import LLM
+from tests.lora.lora_rig import (
+    ADAPTERS,
+    LAYER_MODULES,
+    NAMES,
+    Oracle,
+    answers,
+    make_llm,
+    make_oracle,
+    merge,
+    save_adapter,
+)
 from tests.rigs.engine.draft_models import BYTES, byte_tokenizer, draft_settings, tiny_target
-from tests.rigs.engine.tiny_models import MOE_CASES, TINY_ENGINE, save_reference, tiny_prompt
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
-#: Options of `save_adapter` by name.
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "all": {"seed": 1},
-    "some": {"seed": 2, "modules": (Q, V, OUT, UP), "rank": 20, "rslora": True},
-    "patterns": {
-        "seed": 3,
-        "modules": (*LAYER_MODULES, "lm_head", "embed_tokens"),
-        "ranks": {GATE: 9, "0.self_attn.q_proj": 33},
-        "alphas": {DOWN: 3.0, "lm_head": 2.0},
-    },
-}
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """A model directory, adapters over it, and the merged models by the adapter's name; None is the base."""
-
-    directory: Path
-    adapters: dict[str, Path]
-    models: dict[str | None, Any]
-
-    def check(self, completion: Completion, adapter: str | None) -> None:
-        """Asserts that a greedy completion is that of the merged model, with its log-probabilities."""
-        with torch.inference_mode():
-            ids = torch.tensor([[*completion.prompt_ids, *completion.ids]])
-            logits = self.models[adapter](ids).logits[0, len(completion.prompt_ids) - 1 : -1]
-        logprobs = logits.log_softmax(-1)
-        assert completion.ids == logprobs.argmax(-1).tolist(), f"adapter {adapter}"
-        for row, token in zip(logprobs, completion.tokens, strict=True):
-            assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-3)
-            for other in token.top:
-                assert other.logprob == pytest.approx(float(row[other.token]), abs=1e-3)
-
-
-def make_oracle(directory: Path, case: dict[str, Any], adapters: dict[str, dict[str, Any]]) -> Oracle:
-    model = save_reference(directory / "base", case)
-    paths = {name: save_adapter(directory / name, model, **options) for name, options in adapters.items()}
-    merged = {name: merge(model, path) for name, path in paths.items()}
-    return Oracle(directory / "base", paths, {None: model, **merged})
+from tests.rigs.engine.tiny_models import MOE_CASES, TINY_ENGINE, tiny_prompt
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +36,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return make_oracle(tmp_path_factory.mktemp("lora"), {"model_type": "llama"}, ADAPTERS)
 
 
-def make_llm(oracle: Oracle, **config: Any) -> LLM:
-    settings = TINY_ENGINE | {"num_blocks": 160, "max_adapters": 4, "max_adapter_rank": 64, "dtype": "float32"} | config
-    llm = LLM(oracle.directory, **settings)
-    for name, path in oracle.adapters.items():
-        llm.add_adapter(path, name)
-    return llm
-
-
 @pytest.fixture(scope="module")
 def llm(oracle: Oracle) -> Iterator[LLM]:
     made = make_llm(oracle)
     yield made
     made.engine.close()
-
-
-NAMES: list[str | None] = [None, "all", "some", "patterns"]
-
-
-def answers(llm: LLM, names: list[str | None], prompts: list[list[int]], **params: Any) -> list[Completion]:
-    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 8, "logprobs": 3} | params))
-    return llm.generate(prompts, sampling, adapter=names, ignore_eos=True, show_progress=False)
 
 
 def test_a_mixed_batch_is_exact_in_chunks_and_after_prefix_hits(oracle: Oracle, llm: LLM) -> None:
@@ -250,6 +202,3 @@ def test_without_room_for_adapters(oracle: Oracle, tmp_path: Path) -> None:
         llm.add_adapter(oracle.adapters["all"], "all")
     with pytest.raises(ConfigError, match="deterministic"):
         LLM(oracle.directory, **TINY_ENGINE, num_blocks=16, max_adapters=1, deterministic=True)
-    with pytest.raises(ConfigError, match="several ranks compute are not supported") as refused:
-        LLM(oracle.directory, **TINY_ENGINE, num_blocks=16, max_adapters=1, tensor_parallel_size=2)
-    assert refused.value.field == "max_adapters"

@@ -17,10 +17,14 @@ from cli.fit.cards import CARDS, Card, load_card, parse_card, write_card
 from cli.fit.estimate import Fit, PlannedLoad, best_of, candidates, decode_s, prompt_s, sizes_of
 from common.errors import ConfigError
 from common.kv_layout import KVLayout
+from engine.adapters.packed import pack_adapter
+from engine.adapters.peft import AdapterFile, LoraPair
+from engine.adapters.slots import sites_of
 from engine.card_rates import measure
 from engine.model_size import ModelSize, model_size
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
+from engine.models.spec import Shard
 from tests.rigs.engine.tiny_models import MOE_CASES, TINY
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -213,6 +217,40 @@ def test_a_split_that_the_model_refuses_is_left_out(tmp_path: Path) -> None:
         found_for(tmp_path, "llama-3.1-8b", CARDS["h200"], PlannedLoad(context=4096, prompt=4096, users=1), 3)
 
 
+@pytest.mark.parametrize("case", [{"model_type": "llama"}, MOE_CASES["glm4-moe"]], ids=["dense", "experts"])
+def test_adapters_take_the_bytes_of_full_slots_on_each_rank(case: dict[str, Any], tmp_path: Path) -> None:
+    """A file that changes all modules at the largest rank fills a slot, on one rank and on each of two."""
+    name = "LlamaForCausalLM" if case["model_type"] == "llama" else "Glm4MoeForCausalLM"
+    path = directory(tmp_path, {**TINY, **case, "architectures": [name]})
+    for ranks in (1, 2):
+        size = model_size(path, dtype="float32", ranks=ranks, max_adapters=3, max_adapter_rank=20)
+        assert size.weight_bytes == model_size(path, dtype="float32", ranks=ranks).weight_bytes
+        shard, spec = Shard(0, ranks), open_model(path).spec
+        model = Decoder(shard.shard_spec(spec), 1, torch.device("cpu"), torch.float32, fused=False)  # type: ignore[arg-type]
+        sites = sites_of(model, shard)
+        pairs = {
+            module: LoraPair(torch.ones(20, inputs), torch.ones(outputs, 20), 1.0)
+            for module, (inputs, outputs) in sites.shapes.items()
+        }
+        packed = pack_adapter(AdapterFile("", pairs), sites, torch.float32, pin=False, shard=shard)
+        assert size.adapter_bytes == 3 * packed.numbers.nbytes
+
+
+def test_the_pool_gets_what_adapters_leave(tmp_path: Path) -> None:
+    path, load = directory(tmp_path, SHAPES["llama-3.1-8b"].config), PlannedLoad(context=4096, prompt=4096, users=4)
+    with_adapters, without = (
+        candidates(sizes_of(model_size, path, "bfloat16", max_adapters=count), CARDS["h200"], load, 0.9, 2)[0]
+        for count in (16, 0)
+    )
+    assert without.pool_bytes - with_adapters.pool_bytes == with_adapters.adapter_bytes > 0
+    assert with_adapters.flags[-2:] == ("--max-adapters 16", "--max-adapter-rank 16")
+    latent = tmp_path / "latent"
+    latent.mkdir()
+    with pytest.raises(ConfigError, match="latent attention") as refused:
+        model_size(directory(latent, LATENT), dtype="float32", max_adapters=1)
+    assert refused.value.field == "max_adapters"
+
+
 # -- the command
 
 
@@ -229,6 +267,9 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert answer["best"]["fits"]
     assert answer["load"] == {"context": 32768, "prompt": 32768, "users": 16}
     assert run(*argv[:-1], "5000").exit_code == 1
+    adapted = run(*argv, "--gpus", "1", "--max-adapters", "16").output
+    assert "16 adapters of rank 16" in adapted
+    assert "beside 1.4 GiB for adapters" in adapted
 
 
 @pytest.mark.parametrize(
@@ -243,6 +284,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
         (("--model", "{path}", "--gpu", "h200", "--users", "0"), "users"),
         (("--model", "{path}", "--gpu", "h200", "--share", "1.5"), "share"),
         (("--model", "{path}", "--gpu", "h200", "--share", "nan"), "share"),
+        (("--model", "{path}", "--gpu", "h200", "--max-adapter-rank", "257"), "max-adapter-rank"),
     ],
 )
 def test_wrong_options_are_named(argv: tuple[str, ...], field: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from common.process.watchdog import EXIT_STUCK, Heartbeat, Watchdog
 from engine.loop import EngineLoop
 from engine.parallel import rank as rank_module
 from engine.parallel.rank import Rank, serve
+from engine.parallel.rank_group import ENGINE_KINDS
 from engine.schedule.outputs import Inbox, OnStep, StepResult
 from engine.schedule.scheduler import ScheduledSequence
 from pod.monitoring.rates import PodRates
@@ -122,7 +123,7 @@ def test_a_rank_that_waits_longer_than_the_bound_ends_itself(
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.02)
     monkeypatch.setattr(rank_module, "Watchdog", made)
     channel: Any = Channel(RankMessage("step", {"bound_s": bound_s}, b""))
-    rank = Rank(1, channel, channel)
+    rank = Rank(1, [channel] * len(ENGINE_KINDS))
 
     monkeypatch.setattr(rank, "_step", lambda _: waits.wait(60))
     thread = threading.Thread(target=serve, args=(rank,))
@@ -139,7 +140,7 @@ def test_a_rank_waits_for_messages_without_a_bound(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(watchdog, "PERIOD_S", 0.02)
     monkeypatch.setattr(rank_module, "Watchdog", lambda stuck_s: Watchdog(stuck_s, end=exits.append))
     channel: Any = Channel(RankMessage("step", {"bound_s": 0.5}, b""))
-    rank = Rank(1, channel, channel)
+    rank = Rank(1, [channel] * len(ENGINE_KINDS))
     monkeypatch.setattr(rank, "_step", lambda _: None)
     thread = threading.Thread(target=serve, args=(rank,))
     thread.start()

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.kv_pool import KVPool
 from engine.parallel.rank import Rank
-from engine.parallel.rank_group import ENGINE_CHANNEL, HOST_CHANNEL, RankGroup
+from engine.parallel.rank_group import ENGINE_KINDS, RankGroup
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.backend.sharded import RankBackendServer
@@ -37,7 +37,7 @@ class ThreadRanks:
 
     def start(self, config: EngineConfig) -> RankGroup:
         """Has the meaning of `RankGroup.start`."""
-        kinds = [ENGINE_CHANNEL, HOST_CHANNEL] + ([TRANSFER_CHANNEL] if self._make_backend else [])
+        kinds = [*ENGINE_KINDS, *([TRANSFER_CHANNEL] if self._make_backend else [])]
         group, secret = RankGroup(config.tensor_parallel_size, kinds), secrets.token_hex(8)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
@@ -52,9 +52,9 @@ class ThreadRanks:
         self.channels.append(opened)
         pools: list[KVPool] = []
         if self._make_backend is not None:
-            server = RankBackendServer(opened[2], self._make_backend, lambda: pool_memory(pools[-1]))
+            server = RankBackendServer(opened[-1], self._make_backend, lambda: pool_memory(pools[-1]))
             self._start_thread(server.run)
-        Rank(rank, opened[0], opened[1], pools.append).run()
+        Rank(rank, opened[: len(ENGINE_KINDS)], pools.append).run()
 
     def _start_thread(self, run: Callable[[], object]) -> threading.Thread:
         """Runs a part of a rank on a thread, which may outlive its test: an error on it would fail another test."""
