@@ -24,7 +24,9 @@ def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
     if spec.states is None:
         return
     if not config.recurrent_states:
-        problem = f"{spec.architecture} has a recurrent state, which pods hand over with kv_groups only: set --kv-groups"
+        problem = (
+            f"{spec.architecture} has a recurrent state, which pods hand over with KV groups only: set --kv-groups"
+        )
         raise ConfigError(f"model: {problem}", field="model")
     refused = {
         "speculation": config.speculation != "none" and "a rejected draft would have to be taken out of the state",

@@ -16,10 +16,10 @@ and the pod's own match decides.
 - A snapshot is registered under the hash of the block before it, when this block is published. It is evicted with this
   block, or alone when a slot is needed: the least recently used first. Live states are never evicted.
 
-For copies and steps, slots need no fence: they use them in the order in which they are planned, on one stream. Other pods
-do not wait for this stream. A hand-off writes to a slot that no planned or launched step uses (`cover_transfer`), and pins
-it until no byte can land any more. The slot of a prompt that is handed over is pinned until it is read. A pinned slot is
-freed by the last of its pins, if its lease has finished by then.
+Steps and their copies use slots in the order in which they are planned, on one stream, so they need no fence. Other
+pods do not wait for this stream. They write to a slot that no planned or launched step uses (`cover_transfer`), and a
+pin keeps the slot until no byte can land any more. A pin also keeps the state of a prompt until it is read. The last
+pin of a slot frees it if its lease has finished by then.
 """
 
 from __future__ import annotations
@@ -217,9 +217,8 @@ class StateBlockPool(BlockPool):
         return self._last_use[slot] < oldest and not any(slot in copy for copy in self._copies)
 
     def drop_copies_to(self, slot: int) -> None:
-        """Forgets the copies to a slot whose state will not be used, unless another copy begins there."""
-        if all(copy.source != slot for copy in self._copies):
-            self._copies = [copy for copy in self._copies if copy.target != slot]
+        """Forgets the copies to a slot that no step has used since. So none of the other copies begins there."""
+        self._copies = [copy for copy in self._copies if copy.target != slot]
 
     def _inconsistencies(self) -> list[str]:
         slots = self.slots
