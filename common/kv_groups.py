@@ -35,7 +35,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.kv_layout import KVLayout, LayerGroup
 
@@ -93,19 +93,23 @@ class PageOrder:
         block           0     1     2     3     4
         full            0     1     2     4     6        5 blocks; the window of the one window group begins in block 2
         window 1                    3     5     7
+
+    The pages of the recurrent state at the end of the prompt come last, if the model has one.
     """
 
     num_blocks: int
     window_starts: tuple[int, ...] = ()  #: For each window group, the first block with a page in the transfer.
+    state_pages: int = 0  #: Pages of the recurrent state.
 
     @classmethod
     def of_prompt(cls, layout: KVLayout, num_tokens: int) -> PageOrder:
         """Returns the pages with which a pod continues after a prompt, or caches its longest matchable prefix."""
-        return cls._of(layout, layout.blocks_for(num_tokens), (num_tokens - 1) // layout.block_size)
+        order = cls._of(layout, layout.blocks_for(num_tokens), (num_tokens - 1) // layout.block_size)
+        return replace(order, state_pages=layout.state_pages)
 
     @classmethod
     def of_prefix(cls, layout: KVLayout, num_blocks: int) -> PageOrder:
-        """Returns the pages of a usable prefix of full blocks."""
+        """Returns the pages of a usable prefix of full blocks. Prefixes with a recurrent state are not pulled."""
         return cls._of(layout, num_blocks, num_blocks)
 
     @classmethod
@@ -115,13 +119,16 @@ class PageOrder:
 
     @property
     def num_pages(self) -> int:
-        return self.first_page(self.num_blocks)
+        return self.first_page(self.num_blocks) + self.state_pages
 
     def first_page(self, block: int) -> int:
         """Returns the number of the first page of a block: so many pages are before it."""
         return block + sum(max(0, block - start) for start in self.window_starts)
 
     def block_at(self, page: int) -> int | None:
-        """Returns the block whose first page has this number (num_blocks for num_pages); None if there is none."""
+        """Returns the block whose first page has this number; num_blocks for the first page behind all blocks.
+
+        Returns None if there is none.
+        """
         block = bisect.bisect_left(range(self.num_blocks + 1), page, key=self.first_page)
         return block if block <= self.num_blocks and self.first_page(block) == page else None

@@ -17,6 +17,9 @@ order "heads" the parts of a head are neighbours, so the heads of any rank are o
 
     draft segments | head 0: kv [num_layers, 2, block_size, head_dim], scales [...] | head 1: ... | ...
 
+A model with recurrent states (engine/kv/state_pool.py) has slots for them behind the blocks, in the same memory. A slot
+is a whole number of blocks, so a state moves like blocks.
+
 A layout with groups (common/kv_groups.py) cuts a block of tokens into one *page* per group of layers. Its pool is
 uint8[num_pages, block_bytes], and the segments have the layers of the largest group (`page_layers`). Without groups, a
 block is one page.
@@ -112,6 +115,13 @@ class KVLayout:
     groups: tuple[LayerGroup, ...] = field(default=(), kw_only=True)
     #: "layers": a layer's heads are neighbours in a block. "heads": a head's layers are.
     kv_order: str = field(default="layers", kw_only=True)
+    states: str = field(default="", kw_only=True)  #: The arrays of a recurrent state, in words. "": the model has none.
+    state_bytes: int = field(default=0, kw_only=True)  #: Bytes of the recurrent state of one sequence.
+
+    @property
+    def state_pages(self) -> int:
+        """Blocks whose bytes hold one recurrent state; 0 without states."""
+        return -(-self.state_bytes // self.block_bytes)
 
     @property
     def page_layers(self) -> int:
@@ -183,8 +193,8 @@ class KVLayout:
         """Hash of the layout, 32 hex digits, equal in every process.
 
         It describes the model, so it does not cover the number of ranks. It covers draft_* fields only with a draft
-        model, weights only if they are quantised, latent_dim only if it is set, groups only if there are some, and
-        kv_order only if it is "heads", so that layouts without them keep the fingerprint of older versions.
+        model, weights only if they are quantised, latent_dim only if it is set, groups and states only if there are
+        some, and kv_order only if it is "heads", so that layouts without them keep the fingerprint of older versions.
         """
         covered = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
         covered.remove("tensor_parallel")
@@ -196,6 +206,8 @@ class KVLayout:
             covered.remove("latent_dim")
         if not self.groups:
             covered.remove("groups")
+        if not self.states:
+            covered = [name for name in covered if name not in ("states", "state_bytes")]
         text = "\n".join(f"{name}={getattr(self, name)}" for name in covered)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -205,9 +205,9 @@ class Admission:
                 return Rejected("the KV pool is full", temporary=pool.copies_pending())
             cached = 0
         if not decision.local and not lease.cover_transfer(PageOrder.of_prompt(layout, request.context_len)):
-            lease.finish("no pages for the windows")
+            lease.finish("no pages for the windows, or no slot for the state")
             return Rejected("the KV pool is full")
-        return Admitted(lease, cached, decision, hashes)
+        return Admitted(lease, lease.cached_blocks * block_size, decision, hashes)
 
     def _state(self, stats: SchedulerStats) -> DecodePodState:
         config, rates = self._pod.engine.scheduler.config, self._pod.rates

@@ -121,7 +121,7 @@ class DecodeHandOff:
         pod, lease, node = self._pod, self._lease, self._pod.transfer_node
         assert lease is not None, "a remote prompt has a lease"
         order, first = PageOrder.of_prompt(pod.engine.layout, self.request.context_len), lease.cached_blocks
-        pin = lease.pin_for_write(first, order.num_blocks - first, order.window_starts)
+        pin = lease.pin_for_write(first, order.num_blocks - first, order)
         target = node.expect_transfer(
             request_id=self.request.request_id,
             first_block=order.first_page(first),
@@ -185,6 +185,8 @@ class DecodeHandOff:
                 fork = lease.fork(shared, spare=min(1, len(lease.blocks) - shared))
                 forks.callback(fork.finish, "not begun")
                 seqs.append(self._sequence(lease=fork, computed=computed, first=[token], child=child))
+                if not fork.is_complete:
+                    seqs[-1].preempt()  # it computes the prompt again
             forks.pop_all()
         lease.finish("forked")
         return seqs

@@ -38,13 +38,14 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import gpu_start_lock, make_current, require_memory
-from engine.hybrid import check_hybrid, make_states
+from engine.hybrid import check_hybrid, make_states, num_states, state_layout
 from engine.kv.blocks import CacheCallbacks
 from engine.kv.disk_copier import start_disk_tier
 from engine.kv.grouped_blocks import make_block_pool
 from engine.kv.host_copier import HostCopier, HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.kv.state_blocks import StateBlockPool
+from engine.kv.state_pool import EXTRA_SLOTS
 from engine.models.base import Model, ModelShape
 from engine.models.loader import open_model
 from engine.models.pooling import pooling_of
@@ -148,6 +149,7 @@ class Engine:
             block_size=config.block_size,
             dtype=config.resolve_kv_dtype(device, latent=spec.latent_dim > 0),
             groups=groups,
+            **state_layout(spec.states, config.resolve_dtype(device)),
             **({} if draft is None else draft.layout_fields(device)),
         )
         self._fingerprint = self.layout.fingerprint
@@ -204,18 +206,18 @@ class Engine:
             torch.set_float32_matmul_precision("highest")
             self._sampler = DeviceSampler(limits.max_seqs, self.vocab_size, device, max_drafts=self._max_drafts)
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
-        # The states are allocated before the memory is measured, so blocks get what they leave.
-        self.states = make_states(config, self.spec.states, device, TORCH_DTYPES[dtype], limits.max_seqs)
+        states = num_states(config, self.spec.states, device, TORCH_DTYPES[dtype], limits.max_seqs)
+        self._state_slots = states + EXTRA_SLOTS if states else 0
         build = functools.partial(self._build_runner, limits, model, make_draft, graphs)
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
-        self.kv = self._builder.pool(self.layout, num_blocks, device)
+        self.kv = self._builder.pool(self.layout, num_blocks, device, self._state_slots)
         options: dict[str, Any] = {"policy": config.cache_policy, "keeps_prefixes": config.prefix_cache, **callbacks}
-        if self.states is None:
+        if not states:
             tiers: dict[str, Any] = {"host_cache": config.host_cache, "pinned_bytes": config.cache_pin}
             tiers["tenant_pinned_bytes"] = config.cache_pin_tenant
             self.pool = make_block_pool(self.layout, num_blocks, **tiers, **options)
         else:
-            slots = {"num_states": self.states.num_states, "spacing": config.snapshot_blocks}
+            slots = {"num_states": states, "spacing": config.snapshot_blocks, "state_pages": self.layout.state_pages}
             options["max_pinned"] = config.cache_pin // self.layout.block_bytes
             options["max_pinned_by_tenant"] = config.cache_pin_tenant // self.layout.block_bytes
             self.pool = StateBlockPool(num_blocks, self.layout.block_size, **slots, **options)
@@ -415,7 +417,7 @@ class Engine:
         if not config.kv_memory and self.device.type == "cuda":
             use = warm_up.measure_memory(
                 build,
-                functools.partial(self._builder.pool, layout, 1, self.device),
+                functools.partial(self._builder.pool, layout, 1, self.device, self._state_slots),
                 self.device,
                 share=config.gpu_memory_utilization,
                 graphs=config.cuda_graph_advice() if graphs else None,
@@ -460,13 +462,13 @@ class Engine:
             rejection=self.config.speculation_accept == "rejection",
             draft_model=draft,
             adapters=self._slots,
-            states=self.states,
+            states=make_states(self.spec.states, kv, self.config.resolve_dtype(self.device)),
         )
 
 
 def _kv_groups(config: EngineConfig, spec: ModelShape) -> tuple[LayerGroup, ...]:
     """Returns the KV groups of a model. Raises ConfigError for groups with a setting that does not support them."""
-    groups = split_layers(spec.windows) if config.kv_groups else ()
+    groups = split_layers(spec.windows) if config.kv_groups and spec.states is None else ()
     for name, asked, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "ranks exchange whole blocks"),
         ("kv_order", config.kv_order == "heads", "it is for pods with several ranks, which exchange whole blocks"),

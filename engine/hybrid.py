@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from common.errors import ConfigError
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import format_bytes
-from engine.kv.state_pool import StatePool, StateShape
+from engine.kv.kv_pool import TORCH_DTYPES, KVPool
+from engine.kv.state_pool import EXTRA_SLOTS, StatePool, StateShape
 from engine.models.base import ModelShape
 
 log = logging.getLogger(__name__)
@@ -22,7 +24,9 @@ def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
     if spec.states is None:
         return
     if not config.recurrent_states:
-        problem = f"{spec.architecture} has a recurrent state, and pods do not hand it over yet: use LLM in Python"
+        problem = (
+            f"{spec.architecture} has a recurrent state, which pods hand over with KV groups only: set --kv-groups"
+        )
         raise ConfigError(f"model: {problem}", field="model")
     refused = {
         "speculation": config.speculation != "none" and "a rejected draft would have to be taken out of the state",
@@ -36,6 +40,13 @@ def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
             raise ConfigError(f"{field}: {problem}", field=field)
 
 
+def state_layout(shape: StateShape | None, dtype: str) -> dict[str, Any]:
+    """Returns the fields of the KV layout that describe recurrent states; none for a model without."""
+    if shape is None:
+        return {}
+    return {"states": shape.describe(dtype), "state_bytes": shape.slot_bytes(TORCH_DTYPES[dtype])}
+
+
 def _check_float32(device: torch.device) -> None:
     """Raises ConfigError if the kernels for prompts do not fit this card in float32."""
     from engine.kernels.card import shared_bytes
@@ -46,12 +57,12 @@ def _check_float32(device: torch.device) -> None:
         raise ConfigError(f"dtype: float32 with gated delta layers needs {need}", field="dtype")
 
 
-def make_states(
+def num_states(
     config: EngineConfig, shape: StateShape | None, device: torch.device, dtype: torch.dtype, max_seqs: int
-) -> StatePool | None:
-    """Allocates the recurrent states of an engine after the weights are loaded; None for a model without."""
+) -> int:
+    """Returns the slots for recurrent states of an engine after the weights are loaded; 0 for a model without."""
     if shape is None:
-        return None
+        return 0
     if device.type == "cuda" and dtype == torch.float32:
         _check_float32(device)
     size = shape.slot_bytes(dtype)
@@ -63,4 +74,11 @@ def make_states(
             memory = max(0, free - int(total * (1 - config.gpu_memory_utilization)))
         count = max(2, min(STATES_PER_SEQUENCE * max_seqs, memory // MEMORY_SHARE // size))
     log.info("%d recurrent states, %s each", count, format_bytes(size))
-    return StatePool(shape, count, device, dtype)
+    return count
+
+
+def make_states(shape: StateShape | None, kv: KVPool, dtype: str) -> StatePool | None:
+    """Returns the states in the slots of a KV pool; None for a model without."""
+    if shape is None:
+        return None
+    return StatePool(shape, kv.state_slots - EXTRA_SLOTS, kv.data.device, TORCH_DTYPES[dtype], kv.states)

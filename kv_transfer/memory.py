@@ -51,7 +51,7 @@ class PeerMemory:
 
     base: int
     block_bytes: int
-    total_blocks: int  #: Includes the probe block and, in an engine's pool, the dummy block (engine/kv/kv_pool.py).
+    total_blocks: int  #: Includes, in an engine's pool, the dummy block and the states (engine/kv/kv_pool.py).
     device: int  #: CUDA device index; 0 for DRAM.
     kind: MemoryKind
 

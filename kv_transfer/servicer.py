@@ -122,6 +122,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             pool_device=self.memory.device,
             pool_memory=self.memory.kind,
             probe_block=self.memory.probe_block,
+            total_blocks=self.memory.total_blocks,
             notes=accepts_notifications,
             staging=staging,
         )

@@ -96,7 +96,7 @@ def pool_memory(kv: KVPool) -> PoolMemory:
     return PoolMemory(
         base=kv.data_ptr,
         block_bytes=kv.block_bytes,
-        total_blocks=kv.num_blocks + 2,
+        total_blocks=len(kv.data),
         device=kv.data.device.index or 0,
         kind="VRAM" if kv.data.device.type == "cuda" else "DRAM",
         probe_block=kv.probe_block,

@@ -204,7 +204,7 @@ def engine_config(config: PodConfig) -> EngineConfig:
     return dataclasses.replace(
         made,
         local_chunk_tokens=local_chunk_tokens(config, config.role, made.resolve_device().type),
-        recurrent_states=False,  # the hand-off and the pulls move blocks only
+        recurrent_states=config.kv_groups,
     )
 
 

@@ -437,10 +437,15 @@ class PodRuntime:
             load=load_to_pb(self.load()),
             activity=self.metrics.activity(None if self._gpu is None else self._gpu.reading()),
             pairs=self.transfer_node.pair_stats(),
-            pulls=self.role.current is Role.PREFILL and self.config.pulls_prefixes,
+            pulls=self.role.current is Role.PREFILL and self.pulls_prefixes,
             late_targets=self.role.current is Role.PREFILL,
             adapters=self.adapters.state(),
         )
+
+    @property
+    def pulls_prefixes(self) -> bool:
+        """Whether this pod takes cached prefixes from other pods. Prefixes with a recurrent state are not pulled."""
+        return self.config.pulls_prefixes and not self.engine.layout.states
 
     def load(self) -> PodLoad:
         """Returns the load and the rates that routing weighs."""
@@ -468,8 +473,9 @@ class PodRuntime:
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:
         """Counts a hand-off that this pod completed as the sender, `seconds` after its first push."""
         self.metrics.observe_hand_off(report, seconds, exemplar)
-        left = (report.blocks - report.delivered_before_finish) // self.engine.pool.pages_per_block
-        self.rates.observe_hand_off(left * self.engine.layout.block_size, report.exposed_s)
+        layout, left = self.engine.layout, report.blocks - report.delivered_before_finish
+        left = max(0, left - layout.state_pages) // self.engine.pool.pages_per_block  # a state moves with every prompt
+        self.rates.observe_hand_off(left * layout.block_size, report.exposed_s)
 
     def _lend(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
         """Pins cached blocks of this hash chain for a pod that pulls them."""

@@ -176,7 +176,7 @@ class PrefixWarmUp:
             first, order = lease.cached_blocks, PageOrder.of_prefix(self._layout, len(hashes))
             if first == len(hashes) or not lease.cover_transfer(order):
                 return 0
-            pin = lease.pin_for_write(first, len(hashes) - first, order.window_starts)
+            pin = lease.pin_for_write(first, len(hashes) - first, order)
             wanted = WantedBlocks(
                 request_id=request_id,
                 hashes=hashes,
@@ -199,7 +199,7 @@ class PrefixWarmUp:
 
 async def warm_up_from_peers(config: PodConfig, engine: Engine, node: TransferNode) -> int:
     """Pulls the most used prefixes of the pod's scope within the limits of its settings; returns the blocks."""
-    if not config.warm_up_s or not config.pulls_prefixes or config.redis is None:
+    if not config.warm_up_s or not config.pulls_prefixes or config.redis is None or engine.layout.states:
         return 0
     assert config.name is not None
     began, reader = time.monotonic(), IndexReader(config.redis, books=False)

@@ -255,7 +255,7 @@ class PrefillHandOff:
             now = time.monotonic()
             self._first_push_at = self._first_push_at or now
             self.pushes[first] = Push(end - first, now)
-            pages = lease.pin_for_read(first, end - first, self._order.window_starts)
+            pages = lease.pin_for_read(first, end - first, self._order)
             pin = _PushPin(pages, lambda: self._on_push_released(first))
             if self._transfer is not None:
                 self._transfer.push(self._order.first_page(first), pin.blocks, pin)

@@ -49,7 +49,7 @@ class PrefixPuller:
     async def pull(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
         """Pulls what `hint` offers and returns whether a holder was asked. Raises only CancelledError."""
         metrics = self._pod.metrics
-        if not self._pod.config.pulls_prefixes:
+        if not self._pod.pulls_prefixes:
             metrics.pulls.labels("skipped", "off").inc()
             return False
         hashes = self._pod.prompt_hashes(request, hint.blocks)
@@ -135,7 +135,7 @@ class PrefixPuller:
             order = PageOrder.of_prefix(pod.engine.layout, len(hashes))
             if not lease.cover_transfer(order):
                 return "skipped", "no_room", 0
-            asked, pin = time.monotonic(), lease.pin_for_write(first, len(hashes) - first, order.window_starts)
+            asked, pin = time.monotonic(), lease.pin_for_write(first, len(hashes) - first, order)
             wanted = WantedBlocks(
                 request_id=request_id,
                 hashes=hashes,

@@ -101,6 +101,8 @@ class Layout(_message.Message):
     LATENT_DIM_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     KV_ORDER_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of the layout scheme."""
     model: _builtins.str
@@ -137,6 +139,10 @@ class Layout(_message.Message):
     """Multi-head latent attention: the first numbers of a token's vector are its value; 0: values are separate."""
     kv_order: _builtins.str
     """Order of a block's numbers: layers or heads. Empty: layers."""
+    states: _builtins.str
+    """The arrays of a sequence's recurrent state, in words; empty: the model has none."""
+    state_bytes: _builtins.int
+    """Bytes of a recurrent state. It is sent as the whole number of blocks that holds it."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerGroup]:
         """KV groups: a block of tokens is one page per group, and block_bytes are those of a page. Empty: no groups."""
@@ -163,10 +169,12 @@ class Layout(_message.Message):
         latent_dim: _builtins.int = ...,
         groups: _abc.Iterable[Global___LayerGroup] | None = ...,
         kv_order: _builtins.str = ...,
+        states: _builtins.str = ...,
+        state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "kv_order", b"kv_order", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "kv_order", b"kv_order", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "state_bytes", b"state_bytes", "states", b"states", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -760,6 +768,7 @@ class HandshakeResponse(_message.Message):
     PROBE_BLOCK_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     STAGING_FIELD_NUMBER: _builtins.int
+    TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """NIXL agent metadata."""
     pool_base: _builtins.int
@@ -776,6 +785,8 @@ class HandshakeResponse(_message.Message):
     """
     staging: _builtins.bytes
     """The answer to `staging`: a description of the responder's area; empty if it does not offer one."""
+    total_blocks: _builtins.int
+    """Blocks of the registered memory, with those behind probe_block: slots of recurrent states lie there."""
     @_builtins.property
     def info(self) -> Global___InfoResponse:
         """The responder."""
@@ -791,10 +802,11 @@ class HandshakeResponse(_message.Message):
         probe_block: _builtins.int = ...,
         notes: _builtins.bool = ...,
         staging: _builtins.bytes = ...,
+        total_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "notes", b"notes", "pool_base", b"pool_base", "pool_device", b"pool_device", "pool_memory", b"pool_memory", "probe_block", b"probe_block", "staging", b"staging"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "notes", b"notes", "pool_base", b"pool_base", "pool_device", b"pool_device", "pool_memory", b"pool_memory", "probe_block", b"probe_block", "staging", b"staging", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -144,8 +144,8 @@ class EngineSettings(Settings, section="Engine"):
     kv_groups: bool = setting(
         kinds.BOOL,
         False,
-        "Free the KV of layers with a window when it leaves the window, if the model has other layers too; the same on "
-        "all pods",
+        "Free the KV of layers with a window when it leaves the window, if the model has other layers too, and serve "
+        "models with recurrent states; the same on all pods",
     )
     max_model_len: int = setting(
         kinds.integer(0, 1 << 24), 0, "Longest prompt plus output, in tokens; default: the model's"

@@ -657,21 +657,22 @@ class Lease:
             pool._release_after_steps(duplicates)
             return self.cached_blocks
 
-    def pin_for_write(self, first: int, count: int, window_starts: Sequence[int] = ()) -> BlockPin:
+    def pin_for_write(self, first: int, count: int, order: PageOrder | None = None) -> BlockPin:
         """Pins logical blocks first..first+count for a writer of bytes; none of them may be published.
 
-        `window_starts` are those of the transfer's PageOrder; the pin has the pages in this order.
+        `order` is that of the transfer. The pin has the pages of these blocks in this order, and behind the last block
+        the pages of a recurrent state.
         """
         with self._pool.lock:
-            blocks = self._pages(first, count, window_starts)
+            blocks = self._pages(first, count, order)
             if first < self.num_published:
                 raise InternalError(f"cannot pin published block {blocks[0]} for a writer")
-            return BlockPin(self._pool, blocks, is_writer=True)
+            return self._pin(blocks, first + count, order, is_writer=True)
 
-    def pin_for_read(self, first: int, count: int, window_starts: Sequence[int] = ()) -> BlockPin:
+    def pin_for_read(self, first: int, count: int, order: PageOrder | None = None) -> BlockPin:
         """Pins logical blocks first..first+count for a reader that may outlive the request, as `pin_for_write`."""
         with self._pool.lock:
-            return BlockPin(self._pool, self._pages(first, count, window_starts), is_writer=False)
+            return self._pin(self._pages(first, count, order), first + count, order, is_writer=False)
 
     def finish(self, reason: str) -> None:
         """Releases all blocks. Idempotent, the first reason stays. Pinned blocks return when their pins end."""
@@ -696,9 +697,13 @@ class Lease:
         self.num_replaced += 1
         return block
 
-    def _pages(self, first: int, count: int, window_starts: Sequence[int]) -> list[int]:
+    def _pages(self, first: int, count: int, order: PageOrder | None) -> list[int]:
         """Returns the pages of logical blocks for a transfer: the blocks, because there are no KV groups here."""
         return self._range(first, count)
+
+    def _pin(self, blocks: list[int], end: int, order: PageOrder | None, *, is_writer: bool) -> BlockPin:
+        """Pins the pages of logical blocks up to `end` for a transfer; the lock is held."""
+        return BlockPin(self._pool, blocks, is_writer=is_writer)
 
     def _range(self, first: int, count: int) -> list[int]:
         self._require_live()

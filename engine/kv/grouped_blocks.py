@@ -334,8 +334,9 @@ class GroupedLease(Lease):
                 del pages[:count]
             return True
 
-    def _pages(self, first: int, count: int, window_starts: Sequence[int]) -> list[int]:
+    def _pages(self, first: int, count: int, order: PageOrder | None) -> list[int]:
         pages: list[int] = []
+        window_starts = () if order is None else order.window_starts
         for i, page in enumerate(self._range(first, count), first):
             pages.append(page)
             for table, first_live, start in zip(self.window_tables, self.first_live, window_starts, strict=True):

@@ -1,8 +1,9 @@
-"""The KV memory of one pod: uint8 [num_blocks + 2, block_bytes], zeroed once and never reallocated.
+"""The KV memory of one pod: uint8 [rows, block_bytes], zeroed once and never reallocated.
 
-    | block 0 | block 1 | ... | block num_blocks - 1 | probe_block | dummy_block |
+    | block 0 | block 1 | ... | block num_blocks - 1 | probe_block | dummy_block | slots of recurrent states ... |
 
 Peers write to `probe_block` to test the transfer path. `dummy_block` pads block tables and takes writes of padded rows.
+A slot of a recurrent state is `layout.state_pages` rows; models without such states have none.
 """
 
 from __future__ import annotations
@@ -72,13 +73,15 @@ class LayerKV:
 class KVPool:
     """Owns the memory; BlockPool decides which sequence uses which block."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, state_slots: int = 0) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.probe_block = num_blocks
         self.dummy_block = num_blocks + 1
-        size = (num_blocks + 2, layout.block_bytes)
-        with require_memory(f"{num_blocks} KV blocks of {layout.block_bytes} bytes", "kv_memory"):
+        self.state_slots = state_slots
+        size = (num_blocks + 2 + state_slots * layout.state_pages, layout.block_bytes)
+        states = f" and {state_slots} recurrent states of {layout.state_bytes} bytes" if state_slots else ""
+        with require_memory(f"{num_blocks} KV blocks of {layout.block_bytes} bytes{states}", "kv_memory"):
             self.data = torch.zeros(size, dtype=torch.uint8, device=device)
         # Other threads read and write single blocks on this stream: they must not wait for the engine's steps.
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -90,6 +93,16 @@ class KVPool:
     @property
     def block_bytes(self) -> int:
         return self.layout.block_bytes
+
+    @property
+    def blocks(self) -> Tensor:
+        """The blocks without the slots of recurrent states, uint8 [num_blocks + 2, block_bytes]."""
+        return self.data[: self.num_blocks + 2]
+
+    @property
+    def states(self) -> Tensor:
+        """The slots of recurrent states, uint8 [state_slots, state_pages * block_bytes]."""
+        return self.data[self.num_blocks + 2 :].view(self.state_slots, -1)
 
     def layers(self, prefix: str = "") -> tuple[LayerKV, ...]:
         """Returns views of the layers, in order; with the prefix "draft_" the layers of the draft model."""
@@ -112,7 +125,7 @@ class KVPool:
         """Returns a view of one segment of the KV layout, [num_blocks + 2, *shape]."""
         for segment in self.layout.segments:
             if segment.name == name:
-                raw = self.data.view(TORCH_DTYPES[segment.dtype])
+                raw = self.blocks.view(TORCH_DTYPES[segment.dtype])
                 itemsize, row = raw.element_size(), raw.stride(0)
                 size = len(raw), *segment.shape
                 return raw.as_strided(size, (row, *segment.strides), segment.offset // itemsize)

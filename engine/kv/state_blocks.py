@@ -16,17 +16,21 @@ and the pod's own match decides.
 - A snapshot is registered under the hash of the block before it, when this block is published. It is evicted with this
   block, or alone when a slot is needed: the least recently used first. Live states are never evicted.
 
-Slots need no fence of a step: copies and steps use them in the order in which they are planned, on one stream.
+Steps and their copies use slots in the order in which they are planned, on one stream, so they need no fence. Other
+pods do not wait for this stream. They write to a slot that no planned or launched step uses (`cover_transfer`), and a
+pin keeps the slot until no byte can land any more. A pin also keeps the state of a prompt until it is read. The last
+pin of a slot frees it if its lease has finished by then.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from common.errors import InternalError
-from engine.kv.blocks import BlockCopy, BlockPool, Lease
+from common.kv_groups import PageOrder
+from engine.kv.blocks import BlockCopy, BlockPin, BlockPool, Lease, StepFence
 from engine.kv.eviction import Retention
 from engine.kv.host_tier import SavedPartialBlock
 
@@ -47,17 +51,40 @@ class StateSlots:
         self.num_slots = num_slots
         self.free = list(range(num_slots - 1, -1, -1))
         self.snapshots: OrderedDict[bytes, int] = OrderedDict()  # Slots by block hash; the next to evict first
+        self.pins = Counter[int]()  # Pins of each slot that has some
+        self.pinned_only: set[int] = set()  # Slots that only pins keep, because their lease has finished
         self._matched: set[bytes] = set()  # Snapshots that a prompt has matched
 
-    def allocate(self, keep: bytes | None = None) -> int:
-        """Returns a slot, if need be that of another snapshot than `keep`; NO_SLOT if there is none."""
-        if self.free:
-            return self.free.pop()
-        for block_hash in self.snapshots:
-            if block_hash != keep:
+    def allocate(self, keep: bytes | None = None, is_idle: Callable[[int], bool] | None = None) -> int:
+        """Returns a slot, if need be that of another snapshot than `keep`; NO_SLOT if there is none.
+
+        The slot fulfils `is_idle`, if that is given.
+        """
+        for index in range(len(self.free) - 1, -1, -1):
+            if is_idle is None or is_idle(self.free[index]):
+                return self.free.pop(index)
+        for block_hash, slot in self.snapshots.items():
+            if block_hash != keep and (is_idle is None or is_idle(slot)):
                 self._matched.discard(block_hash)
                 return self.snapshots.pop(block_hash)
         return NO_SLOT
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Takes back slots of a lease; pinned ones become free with their last pin."""
+        for slot in slots:
+            if self.pins[slot]:
+                self.pinned_only.add(slot)
+            else:
+                self.free.append(slot)
+
+    def unpin(self, slot: int) -> None:
+        """Ends one of the pins of a slot."""
+        self.pins[slot] -= 1
+        if not self.pins[slot]:
+            del self.pins[slot]
+            if slot in self.pinned_only:
+                self.pinned_only.remove(slot)
+                self.free.append(slot)
 
     def num_usable(self, hashes: Sequence[bytes]) -> int:
         """Returns the largest usable number of first blocks. The blocks of all `hashes` are registered."""
@@ -92,8 +119,13 @@ class StateSlots:
 class StateBlockPool(BlockPool):
     """A block pool with slots for states. It has no host tier."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, num_states: int, spacing: int, **options: Any) -> None:
-        """`spacing` is the number of blocks from one regular snapshot to the next; `options` are those of BlockPool."""
+    def __init__(
+        self, num_blocks: int, block_size: int, *, num_states: int, spacing: int, state_pages: int = 1, **options: Any
+    ) -> None:
+        """Makes a pool with `num_states` slots for states; `options` are those of BlockPool.
+
+        `spacing` is the number of blocks from one regular snapshot to the next, `state_pages` that of KVLayout.
+        """
         assert num_states > 0
         assert spacing > 0
         super().__init__(num_blocks, block_size, **options)
@@ -103,6 +135,10 @@ class StateBlockPool(BlockPool):
         self.zero_slot = num_states
         #: Copies of states that the next step makes before it computes, in order.
         self._copies: list[BlockCopy] = []
+        self._state_pages = state_pages
+        self._step = 0  # Number of the step that is being planned
+        self._step_of: dict[StepFence, int] = {}  # Numbers of launched steps
+        self._last_use = [-1] * (num_states + 1)  # Number of the newest step that uses each slot
         notify = self._on_evicted
 
         def on_evicted(hashes: list[bytes]) -> None:
@@ -135,7 +171,7 @@ class StateBlockPool(BlockPool):
             self._acquire(cached, self._holds)
             self._cache.retain(cached, retention)
             lease = StateLease(self, cached + self._allocate(need), count, retention=retention)
-            lease.slot = slot
+            lease.slot, lease.hashes = slot, hashes
             lease.start_from(hashes, count, len(known))
             return lease
 
@@ -143,19 +179,56 @@ class StateBlockPool(BlockPool):
         with self.lock:
             return self.slots.num_usable(hashes[: len(self._cache.match(hashes))])
 
-    def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Returns, once, the copies of states that the step being planned has to make first, in this order."""
+    def lendable_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Returns 0: prefixes with a state are not lent to other pods."""
+        return 0
+
+    def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
+        """Returns None, as `lendable_blocks`."""
+        return None
+
+    def take_copies(self, leases: Sequence[StateLease]) -> tuple[BlockCopy, ...]:
+        """Returns, once, the copies of states that the step being planned has to make first, in this order.
+
+        `leases` are those of the step's sequences.
+        """
         with self.lock:
             copies, self._copies = tuple(self._copies), []
+            for slot in (*(slot for copy in copies for slot in copy), *(lease.slot for lease in leases)):
+                self._last_use[slot] = self._step
             return copies
+
+    def begin_step(self) -> StepFence:
+        with self.lock:
+            fence = StepFence(self)
+            self._step_of = {step: number for step, number in self._step_of.items() if step in self._fences}
+            self._step_of[fence] = self._step
+            self._step += 1
+            return fence
+
+    def pages_of_state(self, slot: int) -> range:
+        """Returns the numbers of a slot's rows in the KV pool, which follow all blocks (kv_pool.py)."""
+        first = self.num_blocks + 2 + slot * self._state_pages
+        return range(first, first + self._state_pages)
+
+    def is_idle(self, slot: int) -> bool:
+        """Returns whether no step that is planned or launched, and no copy of the next one, uses a slot."""
+        oldest = min((self._step_of[fence] for fence in self._fences), default=self._step)
+        return self._last_use[slot] < oldest and not any(slot in copy for copy in self._copies)
+
+    def drop_copies_to(self, slot: int) -> None:
+        """Forgets the copies to a slot that no step has used since. So none of the other copies begins there."""
+        self._copies = [copy for copy in self._copies if copy.target != slot]
 
     def _inconsistencies(self) -> list[str]:
         slots = self.slots
         owned = [slot for lease in self._leases for slot in require_states(lease).all_slots()]
-        used = sorted([*slots.free, *slots.snapshots.values(), *owned])
+        used = sorted([*slots.free, *slots.snapshots.values(), *slots.pinned_only, *owned])
         defects = [] if used == list(range(slots.num_slots)) else [f"{used} are the {slots.num_slots} slots of states"]
         orphans = sum(block_hash not in self._cache.block_by_hash for block_hash in slots.snapshots)
         defects += [f"{orphans} snapshots have no cached block"] if orphans else []
+        pins = Counter(pin.slot for pin in self._pins if isinstance(pin, StatePin) and pin.holds_state)
+        defects += [] if slots.pins == pins else [f"the slots of states have the pins {slots.pins}, not {pins}"]
         return super()._inconsistencies() + defects
 
 
@@ -175,6 +248,7 @@ class StateLease(Lease):
     ) -> None:
         super().__init__(pool, blocks, num_registered, host_blocks=host_blocks, retention=retention)
         self.slot = NO_SLOT  # The live state; NO_SLOT for a fork that found no free slot
+        self.hashes: Sequence[bytes] = ()  # Hashes of the blocks that a cache may supply
         self._missed = 0  # Number of first blocks that were cached, but had no snapshot; 0 for none
         self._planned: list[tuple[int, int, bool]] = []  # Snapshots to register: blocks, slot, whether it is a tail
         self._tail: bytes | None = None  # Hash of the newest snapshot after the prompt
@@ -205,6 +279,7 @@ class StateLease(Lease):
             for blocks in sorted(kept | {tail} - {0}):
                 slot = pool.slots.allocate()
                 if slot != NO_SLOT:
+                    pool._last_use[slot] = pool._step
                     self._planned.append((blocks, slot, blocks == tail and blocks not in kept))
                     snapshots.append(Snapshot(blocks * size, slot))
         return tuple(snapshots)
@@ -244,14 +319,74 @@ class StateLease(Lease):
                 self._pool._copies.append(BlockCopy(self.slot, other.slot))
         return other
 
+    def cover_transfer(self, order: PageOrder) -> bool:
+        """Gives the lease a slot that no step uses, for the state that another pod writes.
+
+        Also takes the cached blocks that have no snapshot: the state comes from the other pod, so it needs none.
+        Returns False if there is no such slot; the lease is of no use then. Nothing may have been computed in it yet.
+        """
+        pool = self._pool
+        with pool.lock:
+            self._require_live()
+            pool.drop_copies_to(self.slot)
+            if not pool.is_idle(self.slot):
+                slot = pool.slots.allocate(is_idle=pool.is_idle)
+                if slot == NO_SLOT:
+                    return False
+                pool.slots.release([self.slot])
+                self.slot = slot
+            known = pool._cache.match(self.hashes[: len(self.blocks)])
+            if not any(pool._writers[block] for block in self.blocks[self.num_published : len(known)]):
+                replaced = [self._replace(i, known[i]) for i in range(self.num_published, len(known))]
+                pool._cache.retain(known[self.num_published :], self.retention)
+                self.num_published = self.cached_blocks = max(len(known), self.num_published)
+                pool._release_after_steps(replaced)
+            return True
+
+    def _pin(self, blocks: list[int], end: int, order: PageOrder | None, *, is_writer: bool) -> BlockPin:
+        if order is None or not order.state_pages or end < order.num_blocks:
+            return super()._pin(blocks, end, order, is_writer=is_writer)
+        return StatePin(self._pool, blocks, self.slot, is_writer=is_writer)
+
     def all_slots(self) -> list[int]:
         """Returns all slots of the lease."""
         return [slot for slot in (self.slot, *(slot for _, slot, _ in self._planned)) if slot != NO_SLOT]
 
     def _clear(self) -> None:
         super()._clear()
-        self._pool.slots.free += self.all_slots()
+        self._pool.drop_copies_to(self.slot)
+        self._pool.slots.release(self.all_slots())
         self.slot, self._planned = NO_SLOT, []
+
+
+class StatePin(BlockPin):
+    """A pin on blocks and on the recurrent state behind them, which counts as the last of its `blocks`."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, pool: StateBlockPool, blocks: Sequence[int], slot: int, *, is_writer: bool) -> None:
+        super().__init__(pool, blocks, is_writer=is_writer)
+        self.slot = slot
+        self.blocks = (*self.blocks, *pool.pages_of_state(slot))
+        self.pinned = set(self.blocks)
+        pool.slots.pins[slot] += 1
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether a page of the state is not released yet."""
+        return max(self.pinned, default=NO_SLOT) >= self._pool.num_blocks
+
+    def release_locked(self, released: Collection[int] | None = None) -> None:
+        released = self.pinned if released is None else released
+        pages = {page for page in released if page >= self._pool.num_blocks}
+        held = self.holds_state
+        self.pinned = self.pinned.difference(pages)
+        if held and not self.holds_state:
+            assert isinstance(self._pool, StateBlockPool)
+            self._pool.slots.unpin(self.slot)
+        super().release_locked([block for block in released if block not in pages])
+        if not self.pinned:
+            self._pool._pins.discard(self)
 
 
 def require_states(lease: Lease | None) -> StateLease:

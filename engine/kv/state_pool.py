@@ -8,8 +8,9 @@ A live state belongs to a running sequence, and each of its steps overwrites it.
 slot stays zero: a copy of it starts a sequence without a prefix. Padding rows write to the dummy slot.
 `engine/kv/state_blocks.py` decides which slot is used for what.
 
-The states have a pool of their own, because they do not fit pages: a state of Qwen3.5-35B-A3B has 61 MiB, a page of its
-ten layers with KV has 320 KiB, and 197 neighbouring pages would have to be free at once.
+The states have slots of their own, because they do not fit pages: a state of Qwen3.5-35B-A3B has 61 MiB, a page of its
+ten layers with KV has 320 KiB, and 197 neighbouring pages would have to be free at once. An engine's slots lie in the
+memory of the KV pool, which is registered for transfers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.device import require_memory
 from engine.kv.state_blocks import Snapshot
 
 ALIGNMENT = 256  # Bytes; of each segment of a slot.
@@ -48,6 +48,11 @@ class StateShape:
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of one slot for a model of this dtype."""
         return self.recurrent_bytes + _padded(self.layers * (self.taps - 1) * self.channels * dtype.itemsize)
+
+    def describe(self, dtype: str) -> str:
+        """Returns the arrays of a slot in words, for the KV layout."""
+        matrices = f"{self.layers} x {self.heads} x {self.value_dim} x {self.key_dim} float32"
+        return f"{matrices}, {self.layers} x {self.taps - 1} x {self.channels} {dtype}"
 
 
 class LayerState(NamedTuple):
@@ -77,12 +82,18 @@ class StepStates(NamedTuple):
 class StatePool:
     """Owns the memory of the states."""
 
-    def __init__(self, shape: StateShape, num_states: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: StateShape,
+        num_states: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        memory: Tensor | None = None,  # Zeroed, uint8 [num_states + EXTRA_SLOTS, at least slot_bytes]; None: its own
+    ) -> None:
         self.shape, self.num_states = shape, num_states
         self.zero_slot, self.dummy_slot = num_states, num_states + 1
-        size = shape.slot_bytes(dtype)
-        with require_memory(f"{num_states} recurrent states of {size} bytes", "num_states"):
-            self.data = torch.zeros(num_states + EXTRA_SLOTS, size, dtype=torch.uint8, device=device)
+        size = num_states + EXTRA_SLOTS, shape.slot_bytes(dtype)
+        self.data = torch.zeros(size, dtype=torch.uint8, device=device) if memory is None else memory
         sizes = shape.layers, shape.heads, shape.value_dim, shape.key_dim
         recurrent = self.data[:, : math.prod(sizes) * 4].view(torch.float32).view(-1, *sizes)
         inputs = shape.layers, shape.taps - 1, shape.channels

@@ -52,9 +52,9 @@ class EngineBuilder:
             model.pack(keep_head=keep_head)
         return model
 
-    def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
-        """Makes a KV pool on every device."""
-        return KVPool(layout, num_blocks, device)
+    def pool(self, layout: KVLayout, num_blocks: int, device: torch.device, state_slots: int = 0) -> KVPool:
+        """Makes a KV pool on every device, with slots for recurrent states."""
+        return KVPool(layout, num_blocks, device, state_slots)
 
     def host_pool(self, kv: KVPool, num_host_blocks: int, *, checksums: bool) -> HostKVPool:
         """Makes the host tier's memory for every device. checksums: other ranks check the blocks that they load."""
@@ -207,5 +207,6 @@ class TensorParallelBuilder(EngineBuilder):
     def host_pool(self, kv: KVPool, num_host_blocks: int, *, checksums: bool) -> HostKVPool:
         return MirroredHostPool(kv, num_host_blocks, self._rank_group, checksums=checksums)
 
-    def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
+    def pool(self, layout: KVLayout, num_blocks: int, device: torch.device, state_slots: int = 0) -> KVPool:
+        assert not state_slots, "models with recurrent states run on one device"
         return MirroredPool(layout, num_blocks, device, self._rank_group)

@@ -11,10 +11,10 @@ from engine.schedule.scheduler import ScheduledSequence
 def plan_states(pool: StateBlockPool, scheduled: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
     """Returns the step with `state_copies` in its first sequence, and the snapshots of each sequence."""
     planned: list[ScheduledSequence] = []
-    for entry in scheduled:
-        end, lease = entry.start + entry.num_new, require_states(entry.seq.lease)
-        snapshots = lease.plan_snapshots(entry.start, end, entry.seq.prompt_len)
+    leases = [require_states(entry.seq.lease) for entry in scheduled]
+    for entry, lease in zip(scheduled, leases, strict=True):
+        snapshots = lease.plan_snapshots(entry.start, entry.start + entry.num_new, entry.seq.prompt_len)
         planned.append(entry._replace(snapshots=snapshots))
     if planned:
-        planned[0] = planned[0]._replace(state_copies=pool.take_copies())
+        planned[0] = planned[0]._replace(state_copies=pool.take_copies(leases))
     return planned

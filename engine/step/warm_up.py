@@ -142,7 +142,7 @@ class MemoryUse:
 
 def measure_memory(
     build: Callable[[KVPool], ModelRunner],  # Makes a runner over a pool
-    trial_pool: Callable[[], KVPool],  # Makes a pool of one block
+    trial_pool: Callable[[], KVPool],  # Makes a pool of one block, and of all recurrent states
     device: torch.device,
     *,
     share: float,
@@ -153,12 +153,12 @@ def measure_memory(
     trial = trial_pool()
     runner = build(trial)
     torch.cuda.synchronize(device)
-    weights = torch.cuda.memory_allocated(device) - trial.data.nbytes
+    weights = torch.cuda.memory_allocated(device) - trial.blocks.nbytes
     torch.cuda.reset_peak_memory_stats(device)
     with require_memory("the activations of the largest step", "gpu_memory_utilization"):
         runner.warm_up(step, 0)
         torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - trial.data.nbytes - weights
+    activations = torch.cuda.max_memory_allocated(device) - trial.blocks.nbytes - weights
     captured = 0
     if graphs is not None:
         with require_memory("CUDA graphs", "max_seqs", graphs):

@@ -45,6 +45,10 @@ class PeerConnection:
     missed_acks: int = 0  #: Commit notifications in a row that were not acknowledged in time.
     notifications_resume_at: float = 0.0  #: No commit notification is sent before this time.
 
+    def takes(self, block: int) -> bool:
+        """Returns whether transfers may write to the block: one of the pool, or of a slot of a recurrent state."""
+        return block < self.num_blocks or self.probe_block + 1 < block < self.memory.total_blocks
+
     def stats(self, now: float) -> PeerStats:
         who = (self.pod, self.generation, self.address)
         age_s = max(0.0, now - self.block_at)
@@ -78,7 +82,7 @@ def describe_connection(address: str, answer: transfer_pb2.HandshakeResponse) ->
     if answer.pool_memory not in ("DRAM", "VRAM"):
         raise LayoutMismatch(f"invalid pool_memory {answer.pool_memory!r}: expected DRAM or VRAM", field="pool_memory")
     kind: MemoryKind = "VRAM" if answer.pool_memory == "VRAM" else "DRAM"
-    total = max(info.num_blocks, answer.probe_block + 1)
+    total = max(info.num_blocks, answer.probe_block + 1, answer.total_blocks)
     return PeerConnection(
         pod=info.pod,
         generation=info.generation,

@@ -306,7 +306,7 @@ class TransferSender:
 
     def _connected(self, transfer: OutgoingTransfer, connection: PeerConnection) -> None:
         transfer.connection = connection
-        if any(block >= connection.num_blocks for block in transfer.target.blocks):
+        if not all(map(connection.takes, transfer.target.blocks)):
             self.fail(transfer, InvalidRequest("the target has a block outside the pool", field="target.blocks"))
         elif connection.broken:
             self.fail(transfer, TransferFailed(f"the connection to {connection.pod} broke"))

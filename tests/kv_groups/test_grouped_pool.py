@@ -184,7 +184,7 @@ class GroupedMachine(RuleBasedStateMachine):
             return
         lease, first = require_window_groups(lease), lease.cached_blocks
         assert lease.cover_transfer(order), "lease() leaves room for these pages"
-        pin = lease.pin_for_write(first, order.num_blocks - first, order.window_starts)
+        pin = lease.pin_for_write(first, order.num_blocks - first, order)
         assert len(pin.blocks) == len(set(pin.blocks)) == order.num_pages - order.first_page(first)
         assert order.block_at(order.first_page(first)) == first
         self.incoming.append(Incoming(lease, tokens, order, first, pin))
@@ -214,7 +214,7 @@ class GroupedMachine(RuleBasedStateMachine):
         """Pins a computed prompt, as a prefill pod does at its last chunk."""
         seq = data.draw(st.sampled_from([seq for seq in self.running if seq.computed == len(seq.tokens)]))
         order = order_of(seq.tokens, (len(seq.tokens) - 1) // SIZE)
-        pin = seq.lease.pin_for_read(0, order.num_blocks, order.window_starts)
+        pin = seq.lease.pin_for_read(0, order.num_blocks, order)
         for page, (block, group) in zip(pin.blocks, places(order, 0), strict=True):
             self.check_page(page, group, seq.tokens, block, len(seq.tokens))
         self.pins.append(pin)

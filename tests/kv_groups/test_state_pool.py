@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.kv.blocks import BlockPin, StepFence
-from engine.kv.state_blocks import StateBlockPool, StateLease, require_states
+from common.kv_groups import PageOrder
+from engine.kv.blocks import BlockCopy, BlockPin, StepFence
+from engine.kv.state_blocks import Snapshot, StateBlockPool, StateLease, require_states
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.states import plan_states
 
@@ -41,31 +42,68 @@ class Running:
         return self.computed + self.launched
 
 
+@dataclass
+class DeviceRow:
+    """What a step does with the state of one sequence."""
+
+    slot: int
+    tokens: Tokens
+    start: int
+    end: int
+    snapshots: tuple[Snapshot, ...]
+
+
 @dataclass(eq=False)
 class Launched:
-    """A step whose copies and results are in the slots; the host has not collected it."""
+    """A step that the host has not collected. The device runs it at any time before."""
 
     scheduled: list[ScheduledSequence]
     fence: StepFence
+    copies: list[BlockCopy] = field(default_factory=list)
+    rows: list[DeviceRow] = field(default_factory=list)
     leases: list[StateLease] = field(default_factory=list)
+    ran: bool = False
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A state that moves from or to another pod."""
+
+    pin: BlockPin
+    slot: int
+    tokens: Tokens
+    lease: StateLease | None = None  # Of the receiver; None for a sender, and after an abort
+
+
+STATE_PAGES = 2
+
+
+def order_of(tokens: Tokens) -> PageOrder:
+    return PageOrder(-(-len(tokens) // SIZE), state_pages=STATE_PAGES)
 
 
 class StateMachine(RuleBasedStateMachine):
-    """Random prompts, steps of random lengths, two of them in flight, forks, aborts at any time, errors and readers."""
+    """Random prompts, steps, forks, aborts, errors and hand-offs. Two steps are in flight, and the device is late."""
 
     @initialize(num_states=st.integers(1, 7), spacing=st.integers(1, 3))
     def make(self, num_states: int, spacing: int) -> None:
-        self.pool = StateBlockPool(BLOCKS, SIZE, num_states=num_states, spacing=spacing)
+        options = {"num_states": num_states, "spacing": spacing, "state_pages": STATE_PAGES}
+        self.pool = StateBlockPool(BLOCKS, SIZE, **options)
         self.seen: list[Tokens | None] = [None] * num_states + [()]  # By slot; the last one is the zero slot
         self.text_of: dict[bytes, Tokens] = {}
         self.running: list[Running] = []
         self.in_flight: list[Launched] = []
-        self.readers: list[BlockPin] = []
+        self.readers: list[Transfer] = []
+        self.arriving: list[Transfer] = []
 
     def hashes(self, tokens: Tokens) -> list[bytes]:
         hashes = hashes_of(tokens)
         self.text_of |= {block_hash: tokens[: SIZE * i] for i, block_hash in enumerate(hashes, 1)}
         return hashes
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.in_flight or self.readers or self.arriving)
 
     @rule(tokens=texts)
     def add(self, tokens: Tokens) -> None:
@@ -73,7 +111,7 @@ class StateMachine(RuleBasedStateMachine):
         expected = self.pool.match_prefix(matchable)
         lease = self.pool.lease(matchable, -(-len(tokens) // SIZE))
         if lease is None:
-            assert self.running, "an idle pool grants every lease"
+            assert self.busy, "an idle pool grants every lease"
             return
         assert lease.cached_blocks == expected
         self.running.append(Running(lease, tokens, len(tokens), lease.cached_blocks * SIZE))
@@ -91,23 +129,33 @@ class StateMachine(RuleBasedStateMachine):
         if not scheduled:
             return
         planned = plan_states(self.pool, scheduled)
-        fence = self.pool.begin_step()
-        for entry in planned:
-            for source, target in entry.state_copies:
-                self.seen[target] = self.seen[source]
+        step = Launched(planned, self.pool.begin_step())
         for entry in planned:
             seq: Any = entry.seq
             end = entry.start + entry.num_new
-            assert self.seen[seq.lease.slot] == seq.tokens[: entry.start], "the live state has seen other tokens"
             lengths = [snapshot.length for snapshot in entry.snapshots]
             assert lengths == sorted(set(lengths))
             assert all(entry.start < length <= end and length % SIZE == 0 for length in lengths)
-            for length, slot in entry.snapshots:
-                self.seen[slot] = seq.tokens[:length]
-            self.seen[seq.lease.slot] = seq.tokens[:end]
+            step.copies += entry.state_copies
+            step.rows.append(DeviceRow(seq.lease.slot, seq.tokens, entry.start, end, entry.snapshots))
+            step.leases.append(require_states(seq.lease))
             seq.launched += entry.num_new
-        leases = [require_states(entry.seq.lease) for entry in planned]
-        self.in_flight.append(Launched(planned, fence, leases))
+        self.in_flight.append(step)
+
+    @precondition(lambda self: any(not step.ran for step in self.in_flight))
+    @rule()
+    def device_runs(self) -> None:
+        self.run(next(step for step in self.in_flight if not step.ran))
+
+    def run(self, step: Launched) -> None:
+        step.ran = True
+        for source, target in step.copies:
+            self.seen[target] = self.seen[source]
+        for row in step.rows:
+            assert self.seen[row.slot] == row.tokens[: row.start], "the live state has seen other tokens"
+            for length, slot in row.snapshots:
+                self.seen[slot] = row.tokens[:length]
+            self.seen[row.slot] = row.tokens[: row.end]
 
     def prepare(self, seq: Running, end: int) -> bool:
         """Does what the scheduler does before a step of a sequence; returns whether the blocks are there."""
@@ -123,6 +171,8 @@ class StateMachine(RuleBasedStateMachine):
     @rule(fails=st.lists(st.booleans(), min_size=8, max_size=8))
     def collect(self, fails: list[bool]) -> None:
         launched = self.in_flight.pop(0)
+        if not launched.ran:
+            self.run(launched)
         launched.fence.end()
         for number, (entry, lease) in enumerate(zip(launched.scheduled, launched.leases, strict=True)):
             seq: Any = entry.seq
@@ -152,12 +202,9 @@ class StateMachine(RuleBasedStateMachine):
         if lease.is_complete:
             self.running.append(Running(lease, (*seq.tokens, token), seq.prompt_len, seq.prompt_len))
         else:
-            assert len(self.running) == self.pool.slots.num_slots - len(self.planned())
+            assert not self.pool.slots.free
+            assert not self.pool.slots.snapshots
             lease.finish("preempted")
-
-    def planned(self) -> list[int]:
-        """The slots of snapshots that are not registered yet."""
-        return [slot for seq in self.running for slot in seq.lease.all_slots() if slot != seq.lease.slot]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -168,20 +215,83 @@ class StateMachine(RuleBasedStateMachine):
         seq.lease.finish(reason)
         self.running.remove(seq)
 
-    @rule(tokens=texts)
-    def pin(self, tokens: Tokens) -> None:
-        if pin := self.pool.pin_prefix(self.hashes(tokens), 0):
-            self.readers.append(pin)
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        """A prompt is computed: its state is read by a transfer, and its lease ends."""
+        seq = data.draw(st.sampled_from(self.running))
+        if not seq.computed == seq.prompt_len == len(seq.tokens) or seq.launched:
+            return
+        pin = seq.lease.pin_for_read(0, -(-seq.prompt_len // SIZE), order_of(seq.tokens))
+        assert len(pin.blocks) == order_of(seq.tokens).num_pages
+        self.readers.append(Transfer(pin, seq.lease.slot, seq.tokens))
+        self.end(seq, "handed off")
 
     @precondition(lambda self: self.readers)
-    @rule()
-    def unpin(self) -> None:
-        self.readers.pop().release()
+    @rule(data=st.data())
+    def end_read(self, data: st.DataObject) -> None:
+        read = data.draw(st.sampled_from(self.readers))
+        assert self.seen[read.slot] == read.tokens, "the state changed while it was read"
+        read.pin.release()
+        self.readers.remove(read)
+
+    @rule(tokens=texts)
+    def receive(self, tokens: Tokens) -> None:
+        """A request whose prompt another pod computes."""
+        matchable, order = self.hashes(tokens)[: (len(tokens) - 1) // SIZE], order_of(tokens)
+        lease = self.pool.lease(matchable, order.num_blocks + 1)
+        if lease is None:
+            return
+        if not lease.cover_transfer(order):
+            lease.finish("no slot")
+            assert self.busy, "an idle pool has an idle slot"
+            return
+        cached = lease.cached_blocks
+        assert cached == len(self.pool._cache.match(matchable))
+        pin = lease.pin_for_write(cached, order.num_blocks - cached, order)
+        assert len(pin.blocks) == order.num_pages - cached
+        self.arriving.append(Transfer(pin, lease.slot, tokens, lease))
+        self.seen[lease.slot] = None  # bytes may land at once
+
+    @precondition(lambda self: self.arriving)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def write_some(self, data: st.DataObject, token: int) -> None:
+        """Bytes land in a slot, also in one of a request that has ended."""
+        self.seen[data.draw(st.sampled_from(self.arriving)).slot] = None
+
+    @precondition(lambda self: self.arriving)
+    @rule(data=st.data(), token=st.integers(0, 1), samples=st.integers(1, 2))
+    def arrive(self, data: st.DataObject, token: int, samples: int) -> None:
+        """All bytes of a transfer have landed. Several samples fork from its lease, which ends."""
+        arrived = data.draw(st.sampled_from(self.arriving))
+        self.arriving.remove(arrived)
+        self.seen[arrived.slot] = arrived.tokens
+        half = sorted(arrived.pin.pinned)[::2]
+        arrived.pin.release(half)
+        arrived.pin.release()
+        if arrived.lease is not None:
+            arrived.lease.publish(self.hashes(arrived.tokens))
+            length, leases = len(arrived.tokens), [arrived.lease]
+            if samples > 1:
+                forks = [require_states(arrived.lease.fork(-(-length // SIZE))) for _ in range(samples)]
+                leases = [fork for fork in forks if fork.is_complete]
+                for lease in (arrived.lease, *(fork for fork in forks if not fork.is_complete)):
+                    lease.finish("forked")
+            self.running += [Running(lease, (*arrived.tokens, token), length, length) for lease in leases]
+
+    @precondition(lambda self: self.arriving)
+    @rule(data=st.data())
+    def abort_transfer(self, data: st.DataObject) -> None:
+        """The request ends; its pin stays until no byte can land any more."""
+        ended = data.draw(st.sampled_from(self.arriving))
+        if ended.lease is not None:
+            ended.lease.finish("abort")
+            ended.lease = None
 
     @rule()
     def reset(self) -> None:
         self.pool.reset_prefix_cache()
-        if not (self.running or self.in_flight or self.readers):
+        if not self.busy:
             assert len(self.pool.slots.free) == self.pool.slots.num_slots
 
     @invariant()
@@ -197,8 +307,10 @@ class StateMachine(RuleBasedStateMachine):
             self.collect([False] * 8)
         for seq in tuple(self.running):
             self.end(seq, "stop")
-        for pin in self.readers:
-            pin.release()
+        for transfer in (*self.readers, *self.arriving):
+            transfer.pin.release()
+            if transfer.lease is not None:
+                transfer.lease.finish("stop")
         self.every_snapshot_has_seen_its_prefix()
         assert self.pool.counts().leased == 0
         assert len(self.pool.slots.free) + len(self.pool.slots.snapshots) == self.pool.slots.num_slots

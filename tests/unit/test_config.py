@@ -230,7 +230,7 @@ def test_a_setting_without_effect_and_a_former_value_work_with_a_warning(caplog:
 
 
 def test_an_engine_is_a_pod_with_more_settings() -> None:
-    of_hybrid_models = {"num_states", "snapshot_blocks"}  # pods refuse these models
+    of_hybrid_models = {"num_states", "snapshot_blocks"}  # pods have the defaults
     pod_settings, engine_settings = declared(PodConfig), dict(declared(EngineConfig))
     assert all(engine_settings.pop(name) for name in of_hybrid_models)
     for name in engine_settings.keys() & pod_settings.keys():

@@ -43,10 +43,13 @@ HYBRID_CASES: dict[str, dict[str, Any]] = {
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 
 
-def save_hybrid(directory: Path, name: str, *, multimodal: bool = False) -> Any:
-    """Saves a model with random weights in float32 and returns its text model. multimodal: with an image encoder."""
+def save_hybrid(directory: Path, name: str, *, multimodal: bool = False, **changes: Any) -> Any:
+    """Saves a model with random weights in float32 and returns its text model.
+
+    multimodal: with an image encoder. `changes` are fields of its configuration.
+    """
     torch.manual_seed(11)
-    case = TINY_HYBRID | HYBRID_CASES[name]
+    case = TINY_HYBRID | HYBRID_CASES[name] | changes
     if multimodal:
         kind = case["model_type"].removesuffix("_text")
         config = AutoConfig.for_model(kind, text_config=case, vision_config=_VISION)
