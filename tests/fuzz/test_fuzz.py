@@ -14,15 +14,11 @@ SHORT_RUN = 5_000  #: Inputs of all targets: about a second for each.
 LONG_RUN = 15_000
 
 
-@pytest.mark.parametrize(
-    ("inputs", "seed"),
-    [(SHORT_RUN, 1), pytest.param(LONG_RUN, 2, marks=pytest.mark.long)],
-    ids=["short", "longer"],
-)
+@pytest.mark.parametrize("inputs", [SHORT_RUN, pytest.param(LONG_RUN, marks=pytest.mark.long)], ids=["short", "longer"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_short_run_has_no_crash(name: str, inputs: int, seed: int, smollm2_dir: Path, tmp_path: Path) -> None:
+def test_a_short_run_has_no_crash(name: str, inputs: int, smollm2_dir: Path, tmp_path: Path) -> None:
     count = counts_of(TARGETS, inputs)[name]
-    [report] = fuzz({name: count}, seed=seed, jobs=1)
+    [report] = fuzz({name: count}, seed=1, jobs=1)
     paths = save(report.crashes, name, tmp_path)
     assert not report.crashes, "\n".join(path.with_suffix(".txt").read_text() for path in paths)
     assert report.inputs == count
