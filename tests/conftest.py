@@ -50,7 +50,21 @@ CLUSTER = (
     "tests/chaos/test_soak.py",
     "tests/chaos/test_abort_storm_processes.py",
 )
-FIRST = (*CLUSTER, "tests/e2e/", "tests/chaos/", "tests/integration/test_transfer")
+#: Then files that take long, so that none of them is the last one: the workers end together.
+FIRST = (
+    *CLUSTER,
+    "tests/e2e/",
+    "tests/chaos/",
+    "tests/fuzz/",
+    "tests/integration/test_transfer",
+    "tests/integration/test_tensor_parallel",
+    "tests/parallel/",
+    "tests/integration/",
+    "tests/kernels/",
+    "tests/unit/test_tool_parsers.py",
+    "tests/unit/test_grammar",
+    "tests/unit/test_import_tiers.py",
+)
 SHORT_CHAOS = "tests/chaos/test_seeds.py"  # two short seeds; `make chaos` runs whole ones
 
 

@@ -20,7 +20,7 @@ from tests.rigs.stack.prompts import prompt_of
 
 OUTPUT = 8
 # Lengths around one and several blocks, around one and several chunks, and the longest that fits.
-LONGEST = 1500
+LONGEST = 1000
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 100, CHUNK - BLOCK, CHUNK - 1, CHUNK, CHUNK + 1]
 LENGTHS += [150, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 300, 3 * CHUNK, 4 * CHUNK, 4 * CHUNK + 1, LONGEST]
 ALONE = 2 * CHUNK + 1  # prompts up to this length are also computed alone, without a cached prefix

@@ -10,12 +10,14 @@ from tests.fuzz.fuzzer import counts_of, fuzz, save
 from tests.fuzz.targets import TARGETS, target_entry
 from tests.fuzz.worker import Crash, replay
 
-SHORT_RUN = 15_000  #: Inputs of all targets: a few seconds for each.
+SHORT_RUN = 5_000  #: Inputs of all targets: about a second for each.
+LONG_RUN = 15_000
 
 
+@pytest.mark.parametrize("inputs", [SHORT_RUN, pytest.param(LONG_RUN, marks=pytest.mark.long)], ids=["short", "longer"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_short_run_has_no_crash(name: str, smollm2_dir: Path, tmp_path: Path) -> None:
-    count = counts_of(TARGETS, SHORT_RUN)[name]
+def test_a_short_run_has_no_crash(name: str, inputs: int, smollm2_dir: Path, tmp_path: Path) -> None:
+    count = counts_of(TARGETS, inputs)[name]
     [report] = fuzz({name: count}, seed=1, jobs=1)
     paths = save(report.crashes, name, tmp_path)
     assert not report.crashes, "\n".join(path.with_suffix(".txt").read_text() for path in paths)

@@ -51,7 +51,7 @@ def in_one_process(llm: LLM, requests: Sequence[ValidRequest]) -> tuple[list[lis
     return [answer.ids for answer in answers], llm.engine.speculator.stats
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["draft_model", _long("eagle"), "eagle3"])
 async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model_dir: Path, tmp_path: Path) -> None:
     settings = drafting(kind, model_dir, tmp_path)
     shared = prompt_of(12, seed=50)
@@ -153,7 +153,7 @@ async def ask_all(cluster: Cluster, requests: Sequence[ValidRequest]) -> list[An
     return await asyncio.gather(*map(ask, requests))
 
 
-@pytest.mark.parametrize("kind", ["ngram", _long("suffix"), "draft_model", _long("eagle"), "eagle3"])
+@pytest.mark.parametrize("kind", ["ngram", _long("suffix"), _long("draft_model"), _long("eagle"), "eagle3"])
 async def test_fifty_requests_are_the_same_after_a_hand_off(
     kind: str,
     byte_dir: Path,

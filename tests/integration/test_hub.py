@@ -337,6 +337,7 @@ def test_what_else_the_hub_may_answer(hub: HubServer, monkeypatch: pytest.Monkey
     assert "is not the name of a model of the hub" in refusal("a/b--c")
 
 
+@pytest.mark.long  # a stack takes half a minute; test_baton_pull_and_a_start_without_the_network starts an engine
 def test_a_stack_of_a_model_in_the_cache(hub: HubServer, repository: Repository, tmp_path: Path) -> None:
     """All processes of `baton up` use one commit, and need no network."""
     env = {**os.environ, **hub_environment(hub, tmp_path / "home"), "PYTHONPATH": str(ROOT)}

@@ -132,6 +132,7 @@ async def test_set_target_waits_while_the_grammar_is_compiled(model_dir: Path, m
             async for _ in call:
                 pass
         assert not cluster.prefill.service._preparing
+        await cluster.abort(asked.request_id)  # otherwise the decode pod keeps its blocks until the reservation ends
 
 
 async def test_only_the_first_target_counts_and_it_has_to_fit(model_dir: Path) -> None:

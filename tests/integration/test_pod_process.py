@@ -12,7 +12,7 @@ import pytest
 from tests.rigs.pods.harness import tiny_llama
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
 def test_sigterm_ends_an_idle_pod_with_0_and_loses_no_log(tmp_path: Path, role: str) -> None:
     command = [sys.executable, "-m", "cli", "serve", "--role", role, "--served-name", "tiny"]
     command += ["--model", str(tiny_llama(tmp_path)), "--kv-memory", "16M", "--block-size", "4", "--threads", "1"]

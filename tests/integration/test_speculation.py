@@ -126,7 +126,14 @@ def test_no_token_changes(
 
 @pytest.mark.parametrize(
     ("proposer", "overlap"),
-    [("ngram", False), ("ngram", True), ("suffix", False), ("draft_model", True), ("eagle", False), ("eagle3", True)],
+    [
+        pytest.param("ngram", False, marks=pytest.mark.long),
+        ("ngram", True),
+        ("suffix", False),
+        pytest.param("draft_model", True, marks=pytest.mark.long),
+        pytest.param("eagle", False, marks=pytest.mark.long),
+        ("eagle3", True),
+    ],
 )
 def test_preemption_changes_no_token(
     tiny_dir: Path, expected: list[Completion], drafting: dict[str, dict[str, Any]], proposer: str, overlap: bool
@@ -138,7 +145,7 @@ def test_preemption_changes_no_token(
     check_clean(llm.engine)
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("proposer", ["ngram", "draft_model", pytest.param("eagle", marks=pytest.mark.long), "eagle3"])
 def test_rejection_sampling_changes_no_greedy_token(
     tiny_dir: Path, expected: list[Completion], drafting: dict[str, dict[str, Any]], proposer: str
 ) -> None:
@@ -275,7 +282,7 @@ def followed(json_dir: Path) -> list[Completion]:
         ("suffix", True),
         ("draft_model", False),
         ("draft_model", True),
-        ("eagle", True),
+        pytest.param("eagle", True, marks=pytest.mark.long),
         ("eagle3", False),
     ],
 )
@@ -313,6 +320,7 @@ def test_schemas_are_followed_with_every_proposer(
     check_clean(llm.engine)
 
 
+@pytest.mark.long  # the same with a byte tokenizer: test_schemas_are_followed_with_every_proposer
 def test_smollm2_follows_a_schema_with_drafts(smollm2_dir: Path) -> None:
     llm = LLM(smollm2_dir, kv_memory=64 << 20, chunk_tokens=64, max_model_len=256, threads=1, speculation="ngram")
     item = {"type": "object", "properties": {"name": {"enum": ["salt", "pepper"]}, "grams": {"type": "integer"}}}

@@ -1,5 +1,6 @@
 """Selects Triton's interpreter if there is no CUDA device. This must happen before the kernels are imported."""
 
+import importlib.util
 import os
 import zlib
 
@@ -9,6 +10,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    if importlib.util.find_spec("triton"):
+        from tests.rigs.engine.quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from tests.rigs.engine.tiny_models import (
     save_reference,
     tiny_prompt,
 )
+from tests.rigs.parallel.thread_ranks import thread_ranks
 
 torch.set_num_threads(1)
 MODES = pytest.mark.parametrize("whole_experts", [False, True], ids=["parts", "whole"])
@@ -121,14 +122,16 @@ def test_random_weights_of_ranks_are_parts_of_one_model(family: str, whole_exper
         pytest.param("granite-moe", True, marks=pytest.mark.long),
     ],
 )
-def test_an_engine_of_two_processes_equals_transformers(family: str, whole_experts: bool, tmp_path: Path) -> None:
+def test_an_engine_of_two_ranks_equals_transformers(family: str, whole_experts: bool, tmp_path: Path) -> None:
     reference = save_reference(tmp_path, MOE_CASES[family])
-    llm = LLM(tmp_path, num_blocks=64, tensor_parallel_size=2, expert_parallel=whole_experts, **TINY_ENGINE)
-    try:
-        params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
-        done = llm.generate([tiny_prompt(n, seed=n) for n in (1, 21, 40)], params, ignore_eos=True)
-    finally:
-        llm.engine.close()
+    with thread_ranks() as ranks:
+        llm = LLM(tmp_path, num_blocks=64, tensor_parallel_size=2, expert_parallel=whole_experts, **TINY_ENGINE)
+        try:
+            params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
+            done = llm.generate([tiny_prompt(n, seed=n) for n in (1, 21, 40)], params, ignore_eos=True)
+        finally:
+            llm.engine.close()
+    ranks.join()
     for completion in done:
         assert_greedy(reference, completion.prompt_ids, completion.tokens)
 

@@ -13,6 +13,7 @@ from common.errors import BatonError
 from common.types import SamplingParams
 from engine.llm import LLM
 from tests.rigs.engine.draft_models import eagle_head
+from tests.rigs.parallel.thread_ranks import thread_ranks
 from tests.rigs.pods.harness import CHUNK, Cluster, expected, oracle, prompt_of, request, tiny_llama
 
 torch.set_num_threads(1)
@@ -90,14 +91,17 @@ def test_two_ranks_answer_like_one(name: str, weights: str, plain: Path, quantis
         "weights": weights,
     }
     one = LLM(directory, **settings).generate(prompts, GREEDY, ignore_eos=True)
-    two = LLM(directory, tensor_parallel_size=2, **settings)
-    try:
-        for left, right in zip(one, two.generate(prompts, GREEDY, ignore_eos=True), strict=True):
-            assert right.ids == left.ids
-            for a, b in zip(left.tokens, right.tokens, strict=True):
-                assert b.logprob == pytest.approx(a.logprob, abs=1e-4 if name else 0.15)
-    finally:
-        two.engine.close()
+    with thread_ranks() as ranks:
+        two = LLM(directory, tensor_parallel_size=2, **settings)
+        try:
+            answers = two.generate(prompts, GREEDY, ignore_eos=True)
+        finally:
+            two.engine.close()
+    ranks.join()
+    for left, right in zip(one, answers, strict=True):
+        assert right.ids == left.ids
+        for a, b in zip(left.tokens, right.tokens, strict=True):
+            assert b.logprob == pytest.approx(a.logprob, abs=1e-4 if name else 0.15)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle"])

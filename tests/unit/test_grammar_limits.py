@@ -347,7 +347,7 @@ def random_lark(rng: random.Random) -> str:
     return shapes.lark("\n".join([*lines, f'{name(count)}: "b"', ""]))
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.integers(0, 1 << 32), st.sampled_from([random_schema, random_lark]))
 def test_what_is_accepted_never_overflows(child: GrammarChild, seed: int, make: Callable[[random.Random], str]) -> None:
     """With a third of the stack, and among both grammars that are accepted and grammars that are not."""

@@ -70,8 +70,7 @@ async def test_pods_that_join_fail_and_restart_are_connected(monkeypatch: pytest
         await watch.stop()
 
 
-async def test_start_waits_for_a_limited_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pod.index.FIRST_ROUND_S", 0.05)
+async def test_start_waits_for_a_limited_time_only() -> None:
     ended = asyncio.Event()
 
     async def connect(_address: str, _name: str, _generation: int) -> None:
@@ -81,7 +80,7 @@ async def test_start_waits_for_a_limited_time_only(monkeypatch: pytest.MonkeyPat
             ended.set()
 
     watch = PeerDiscovery(Index(pod("d0")), "s", connect)  # type: ignore[arg-type]
-    await asyncio.wait_for(watch.start(), 30)
+    await asyncio.wait_for(watch.start(0.05), 30)
     await watch.stop()
     assert ended.is_set()
 
@@ -91,7 +90,6 @@ async def test_start_asks_an_index_that_is_late_until_it_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     monkeypatch.setattr("pod.index.RETRY_S", 0.001)
-    monkeypatch.setattr("pod.index.FIRST_ROUND_S", 60.0)
     index = Index(pod("d0"), pod("d1"))
     index.away = error
     proven: set[str] = set()
@@ -101,7 +99,7 @@ async def test_start_asks_an_index_that_is_late_until_it_answers(
         proven.add(address)
 
     watch = PeerDiscovery(index, "s", connect)  # type: ignore[arg-type]
-    starting = asyncio.create_task(watch.start())
+    starting = asyncio.create_task(watch.start(60.0))
     await until(lambda: index.asked > 3)
     assert not starting.done()
     index.away = None
@@ -116,7 +114,6 @@ async def test_start_goes_on_without_an_index_that_never_answers(
 ) -> None:
     monkeypatch.setattr("pod.index.RETRY_S", 0.001)
     monkeypatch.setattr("pod.index.POLL_S", 0.001)
-    monkeypatch.setattr("pod.index.FIRST_ROUND_S", 0.05)
     index = Index(pod("d0"))
     index.away = IndexUnavailable("away")
     proven: set[str] = set()
@@ -125,7 +122,7 @@ async def test_start_goes_on_without_an_index_that_never_answers(
         proven.add(address)
 
     watch = PeerDiscovery(index, "s", connect)  # type: ignore[arg-type]
-    await asyncio.wait_for(watch.start(), 30)
+    await asyncio.wait_for(watch.start(0.05), 30)
     assert index.asked > 1
     assert not proven
     assert "starts without a connection to any decode pod" in caplog.text

@@ -118,8 +118,14 @@ def pairs(params: SamplingParams) -> dict[tuple[int, int], float]:
     }
 
 
-@pytest.mark.parametrize("sampling", PARAMS)
-@pytest.mark.parametrize("kind", ["point", "drawn", "flat"])
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [  # each kind and each sampling twice; the other pairs are long
+        pytest.param(kind, sampling, marks=pytest.mark.long if (i + j) % 3 == 1 else ())
+        for i, kind in enumerate(["point", "drawn", "flat"])
+        for j, sampling in enumerate(PARAMS)
+    ],
+)
 def test_the_distribution_is_the_targets(kind: str, sampling: str, chains: dict[str, list[DraftTokens]]) -> None:
     params = SamplingParams(**PARAMS[sampling])  # type: ignore[arg-type]
     counts, accepted = draw(chains[kind], params)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import abc
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -137,6 +138,12 @@ def random_words(row: int, length: int) -> list[int]:
     return [int(draws.paretovariate(0.7)) % 5000 for _ in range(length)]
 
 
+def cases(first: abc.Callable[[int, int], list[int]], other: abc.Callable[[int, int], list[int]]) -> list[Any]:
+    """Returns (text, rows) for both texts and all rows; most rows of the other text are a long test."""
+    short = [(text, rows) for text in (first, other) for rows in MS if text is first or rows < max(MS)]
+    return [*short, pytest.param(other, max(MS), marks=pytest.mark.long)]
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("proposer", [NgramProposer, SuffixProposer])
 def test_text_without_repetition_costs_nothing(
@@ -147,8 +154,7 @@ def test_text_without_repetition_costs_nothing(
     assert loss(run(texts, proposer(), monkeypatch), texts, monkeypatch) == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("rows", MS)
-@pytest.mark.parametrize("text", [misleading, random_words])
+@pytest.mark.parametrize(("text", "rows"), cases(misleading, random_words))
 def test_wrong_drafts_cost_no_more_than_the_time_budget(
     rows: int, text: abc.Callable[[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,8 +170,7 @@ def test_wrong_drafts_cost_no_more_than_the_time_budget(
     assert 0 < loss(result, texts, monkeypatch) < allowed < 0.015
 
 
-@pytest.mark.parametrize("rows", MS)
-@pytest.mark.parametrize("text", [unique, misleading])
+@pytest.mark.parametrize(("text", "rows"), cases(misleading, unique))
 def test_a_text_that_begins_to_repeat_itself_gains(
     rows: int, text: abc.Callable[[int, int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.text.tools.format import (
@@ -40,6 +40,8 @@ from tests.rigs.tool_formats import (
 
 #: Generated answers of each format, and damaged ones. Longer runs set BATON_TRANSCRIPTS=200 and BATON_TOOL_FUZZ=5000.
 TRANSCRIPTS = int(os.environ.get("BATON_TRANSCRIPTS", "20"))
+EXAMPLES = 40  #: Of each property and format; there are 21 formats, and most of them share a parser.
+FIRST = 6  #: Of these answers, so many are read by the tests that are not long.
 DAMAGED = int(os.environ.get("BATON_TOOL_FUZZ", "300"))
 
 VALUES = st.recursive(
@@ -78,6 +80,7 @@ SIZES = st.lists(st.integers(1, 7), max_size=60)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data(), sizes=SIZES, before=st.sampled_from(["", "\n", "Let me see.\n\n"]))
 def test_rendered_calls_are_parsed_back(row: FormatRow, data: st.DataObject, sizes: list[int], before: str) -> None:
     fmt, calls = row.format, data.draw(calls_of(ARGUMENTS if row.typed else TYPED_ARGUMENTS))
@@ -143,6 +146,7 @@ SCRAPS = st.sampled_from(
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@settings(max_examples=EXAMPLES)
 @given(scraps=st.lists(SCRAPS, max_size=14), sizes=SIZES, max_calls=st.sampled_from([None, 1]))
 def test_the_deltas_do_not_depend_on_the_pieces(
     fmt: ToolFormat, scraps: list[str], sizes: list[int], max_calls: int | None
@@ -173,8 +177,11 @@ def test_arguments_come_in_several_deltas(fmt: ToolFormat) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-def test_generated_answers_cut_at_every_position(row: FormatRow) -> None:
-    for seed in range(TRANSCRIPTS):
+@pytest.mark.parametrize(
+    "seeds", [range(FIRST), pytest.param(range(FIRST, TRANSCRIPTS), marks=pytest.mark.long)], ids=["first", "others"]
+)
+def test_generated_answers_cut_at_every_position(row: FormatRow, seeds: range) -> None:
+    for seed in seeds:
         answer = transcript(row, seed)
         whole = read(row.format, [answer.text])
         assert parsed(whole) == (answer.content, answer.calls), answer.text
@@ -185,9 +192,13 @@ def test_generated_answers_cut_at_every_position(row: FormatRow) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
-def test_a_call_that_max_tokens_cuts_keeps_its_arguments_so_far(row: FormatRow) -> None:
-    for seed in range(4):
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 4), marks=pytest.mark.long)], ids=["first", "others"]
+)
+def test_a_call_that_max_tokens_cuts_keeps_its_arguments_so_far(row: FormatRow, seeds: range) -> None:
+    for seed in seeds:
         answer = transcript(row, seed)
+        complete = assemble(read(row.format, [answer.text])).tool_calls
         for at in range(len(answer.text)):
             text = answer.text[:at]
             whole, stream = read(row.format, [text], cut=True), read(row.format, list(text), cut=True)
@@ -198,8 +209,7 @@ def test_a_call_that_max_tokens_cuts_keeps_its_arguments_so_far(row: FormatRow) 
             for call in message.tool_calls[:-1]:
                 json.loads(call.arguments)
             if message.tool_calls:  # what comes is the beginning of the whole call, but for white space
-                [complete] = assemble(read(row.format, [answer.text])).tool_calls[len(message.tool_calls) - 1 :][:1]
-                assert complete.arguments.startswith(message.tool_calls[-1].arguments)
+                assert complete[len(message.tool_calls) - 1].arguments.startswith(message.tool_calls[-1].arguments)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)

@@ -32,7 +32,7 @@ from common.tls import SERVER_NAME
 from common.types import Role
 
 #: Shape of the cluster that the fixture `cluster` starts; its pods write spans to SPANS in the log directory.
-CHUNK, BLOCK, MAX_MODEL_LEN = 128, 16, 1536
+CHUNK, BLOCK, MAX_MODEL_LEN = 128, 16, 1024
 SPANS = "spans.jsonl"
 
 #: No request is refused because its first token would be late: a busy machine is slow, and that is no failure here.
