@@ -105,7 +105,7 @@ class Ranks:
 EVENTS = st.sampled_from(["load", "refuse", "unload", "add", "add", "end", "deliver"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.integers(0, 3)), max_size=50))
 def test_the_slots_of_all_ranks_have_the_same_adapters(events: list[tuple[str, int]]) -> None:
     ranks = Ranks()
