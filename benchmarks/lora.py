@@ -2,10 +2,12 @@
 
     python benchmarks/lora.py --device cuda --out benchmarks/results/lora-h200.json
     python benchmarks/lora.py --device cuda --kernels
+    python benchmarks/lora.py --device cuda --ranks 2 --out benchmarks/results/lora-h200x2.json
     python benchmarks/lora.py --device cpu --out benchmarks/results/lora-cpu.json
 
 On a GPU the model has the shape of Llama-3.1-8B with random bf16 weights, and adapters of rank 16 on all seven
-matrices of each layer. --kernels compares the kernels with float64 and times tiles instead.
+matrices of each layer. --kernels compares the kernels with float64 and times tiles instead. --ranks splits the model
+over GPUs, with and without adapters.
 """
 
 from __future__ import annotations
@@ -112,15 +114,17 @@ def gap_steps(driver: Driver, prompts: Prompts, digests: Iterable[str]) -> float
     return max(gaps) / statistics.median(gaps)
 
 
-def measure_gpu(device: str) -> tuple[dict[str, float], dict[str, float]]:
+def measure_gpu(device: str, ranks: int) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the metrics and the times behind them."""
     shape = SHAPES["llama-3.1-8b"]
     prompts, table, times = Prompts(shape.config["vocab_size"]), report.MetricTable(), dict[str, float]()
     settings: dict[str, Any] = {"device": device, "load_format": "dummy", "max_seqs": 64, "max_model_len": 4096}
+    settings["tensor_parallel_size"] = ranks
     with config_directory(shape.config) as model_dir:
         with running(EngineConfig(model_dir=model_dir, **settings)) as driver:
             base = points(driver, prompts)
             print(f"base: {base}", flush=True)
+            driver.engine.close()
         free_memory()
         with running(EngineConfig(model_dir=model_dir, max_adapters=SLOTS, **settings)) as driver:
             names, pairs = driver.engine.adapters, dict[str, LoraPair]()
@@ -139,6 +143,7 @@ def measure_gpu(device: str) -> tuple[dict[str, float], dict[str, float]]:
                 cold.append(first_token_ms(driver, prompts, 128))
                 warm.append(first_token_ms(driver, prompts, 128))
             gap = gap_steps(driver, prompts, digests[SLOTS + COLD : SLOTS + COLD + 8])
+            driver.engine.close()
         free_memory()
     table.add("ratio_64x1024_16_adapters", adapted["64x1024"] / base["64x1024"])
     table.add("ratio_1x128", adapted["1x128"] / base["1x128"])
@@ -178,6 +183,7 @@ def measure_swaps() -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the model")
     parser.add_argument("--kernels", action="store_true", help="check and time the kernels; writes no result")
     args = parser.parse_args(argv)
     if args.kernels:
@@ -185,12 +191,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     began = time.perf_counter()
     if torch.device(args.device).type == "cuda":
-        metrics, times = measure_gpu(args.device)
+        metrics, times = measure_gpu(args.device, args.ranks)
     else:
         metrics, times = measure_swaps(), {}
         report.show(metrics)
     took_s = round(time.perf_counter() - began, 1)
-    report.write(args.out, "lora", metrics, "torch", "triton", times=times, took_s=took_s)
+    report.write(args.out, "lora", metrics, "torch", "triton", times=times, took_s=took_s, ranks=args.ranks)
 
 
 if __name__ == "__main__":

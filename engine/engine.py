@@ -326,7 +326,7 @@ class Engine:
     def add_adapter(self, directory: Path, name: str) -> Adapter:
         """Loads an adapter in PEFT's format to the host, under a new name or in place of another. Any thread.
 
-        Requests that are under way stay with the old one. Raises ConfigError if the adapter is refused.
+        Requests that are under way stay with the old one. Raises as `AdapterNames.read` does.
         """
         return self.adapters.add(directory, name)
 

@@ -90,7 +90,7 @@ class PodAdapters:
         """Loads an adapter to the host, and gives it its name if `asked` has a version. See LoadAdapter.
 
         Raises InvalidRequest for a bad name or path, ConfigError if the adapter is refused, AdapterNotLoaded if its
-        digest is another one. Nothing is changed then.
+        digest is another one or a rank of the pod cannot hold its part. Nothing is changed then.
         """
         self._check_name(asked.name)
         held = self._held(asked.digest)

@@ -72,18 +72,22 @@ class AdapterNames:
 
     def __init__(self, sites: DecoderSites, dtype: torch.dtype, max_rank: int, *, pin: bool) -> None:
         self._sites, self._dtype, self._max_rank, self._pin = sites, dtype, max_rank, pin
-        self._shapes = sites.shapes
+        #: Inputs and outputs of each module of the whole model, by its name in the checkpoint.
+        self.shapes = sites.shapes
         self._lock = threading.Lock()
         self._by_name: dict[str, Adapter] = {}
         self._by_digest: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()
 
     def read(self, directory: Path) -> Adapter:
-        """Reads an adapter without a name, which is forgotten with its last user. Raises ConfigError if refused."""
-        return self._pack(read_adapter(directory, self._shapes, self._max_rank), directory.name)
+        """Reads an adapter without a name, which is forgotten with its last user.
+
+        Raises ConfigError if it is refused, AdapterNotLoaded if another rank cannot hold its part.
+        """
+        return self._pack(read_adapter(directory, self.shapes, self._max_rank), directory.name)
 
     def add(self, directory: Path, name: str) -> Adapter:
-        """Reads an adapter and gives it a name, also that of another one. Raises ConfigError if it is refused."""
-        return self.keep(read_adapter(directory, self._shapes, self._max_rank), name)
+        """Reads an adapter and gives it a name, also that of another one. Raises as `read` does."""
+        return self.keep(read_adapter(directory, self.shapes, self._max_rank), name)
 
     def keep(self, file: AdapterFile, name: str) -> Adapter:
         """Brings an adapter that has been read into the form of the device, and gives it a name."""

@@ -166,6 +166,15 @@ class RankAdapters:
         self._slots = AdapterSlots(sites_of(model, shard), *place)
         threading.Thread(target=self._run, name="adapters", daemon=True).start()
 
+    def hold(self, message: RankMessage) -> str | None:
+        """Takes a part to host memory. Returns why it cannot, None if it has."""
+        try:
+            self._held[message.fields["load"]] = self._unpack(message)
+        except Exception as error:  # no memory: other adapters and steps go on
+            _log.error("this rank cannot hold an adapter: %s", describe(error))
+            return describe(error)
+        return None
+
     def put(self, message: RankMessage) -> None:
         """Begins the copy of a part into a slot."""
         assert self._slots is not None
@@ -197,13 +206,7 @@ class RankAdapters:
                 if message.kind == "drop":
                     self.drop(message)
                     continue
-                load, error = message.fields["load"], None
-                try:
-                    self._held[load] = self._unpack(message)
-                except Exception as problem:  # no memory: other adapters and steps go on
-                    _log.error("this rank cannot hold an adapter: %s", describe(problem))
-                    error = describe(problem)
-                self._channel.send("held", load=load, error=error)
+                self._channel.send("held", load=message.fields["load"], error=self.hold(message))
         except Unavailable:
             _log.info("rank 0 has ended")
 

@@ -13,6 +13,7 @@ from engine.llm import LLM
 from tests.lora.lora_rig import LAYER_MODULES, NAMES, Oracle, answers, make_llm, make_oracle
 from tests.rigs.engine.tiny_models import tiny_prompt
 
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CASE = {"model_type": "llama", "head_dim": 32, "hidden_size": 128, "intermediate_size": 256}
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -29,8 +30,14 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"cuda_graphs": False}, {"speculation": "ngram"}, {"max_adapters": 1}],
-    ids=["graphs", "no graphs", "ngram", "one slot"],
+    params=[
+        {},
+        {"cuda_graphs": False},
+        {"speculation": "ngram"},
+        {"max_adapters": 1},
+        pytest.param({"tensor_parallel_size": 2, "max_adapters": 2}, marks=TWO_GPUS),
+    ],
+    ids=["graphs", "no graphs", "ngram", "one slot", "two ranks"],
 )
 def llm(request: pytest.FixtureRequest, oracle: Oracle) -> Iterator[LLM]:
     settings = {"device": "cuda", "block_size": 16, "chunk_tokens": 64, "max_seqs": 16}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from common.errors import AdapterNotLoaded, InternalError
 from common.types import AdapterEntry
@@ -20,6 +21,7 @@ from engine.parallel.adapters import RankAdapters
 from kv_transfer.backend.loopback import LoopbackFabric
 from tests.lora.lora_rig import ADAPTERS, NAMES, Oracle, answers, make_llm, make_oracle, merge, save_adapter
 from tests.lora.test_adapter_pods import load
+from tests.rigs.engine.draft_models import draft_settings, tiny_target
 from tests.rigs.engine.tiny_models import MOE_CASES, tiny_prompt
 from tests.rigs.parallel.thread_ranks import ThreadRanks, thread_ranks
 from tests.rigs.pods.harness import Cluster, prompt_of, request
@@ -235,6 +237,23 @@ def test_an_adapter_of_the_head_is_on_rank_0_alone(
         for name, completion in zip(names, answers(llm, names, [tiny_prompt(9, seed=6)] * 2), strict=True):
             own.check(completion, name)
         assert [len(part.numbers) for part in rank_adapters[0]._held.values()] == [0]
+    finally:
+        llm.engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3"])
+def test_drafts(kind: str, tmp_path: Path) -> None:
+    """Rank 0 drafts for the base; the ranks verify with the adapters."""
+    target = tiny_target(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    path = save_adapter(tmp_path / "weak", model, seed=1, size=0.05)
+    own, names = Oracle(target, {"weak": path}, {None: model, "weak": merge(model, path)}), [None, "weak"]
+    llm = make_llm(own, tensor_parallel_size=2, **draft_settings(target, tmp_path)[kind])
+    try:
+        prompts = [[token % 48 for token in tiny_prompt(n, seed=n)] for n in (9, 30)]
+        for name, completion in zip(names, answers(llm, names, prompts, max_tokens=16), strict=True):
+            own.check(completion, name)
     finally:
         llm.engine.close()
 
