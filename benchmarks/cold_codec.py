@@ -1,6 +1,6 @@
 """Measures the 4-bit codec of cold KV blocks: the error of the logits after a decoded prefix, and its rate.
 
-The model is that of the demo, SmolLM2-135M, and the text is benchmarks/support/quality_texts.txt. transformers computes
+The model is --model or that of the demo, SmolLM2-135M, and the text is benchmarks/support/quality_texts.txt. transformers computes
 the KV of a prefix. Each block of it is encoded and decoded, and the model reads the next tokens of the text after the
 exact and after the decoded prefix. It needs no GPU.
 
@@ -104,16 +104,15 @@ def summary(found: list[dict[str, torch.Tensor]]) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def quality(table: report.MetricTable) -> None:
-    """Adds the errors of the demo model."""
+def quality(table: report.MetricTable, directory: Path) -> None:
+    """Adds the errors of a model."""
     from transformers import AutoModelForCausalLM
 
-    directory = demo_model()
     ids = torch.tensor([token for text in texts_of(directory) for token in text])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = model.config
     shape = {"num_layers": config.num_hidden_layers, "num_kv_heads": config.num_key_value_heads}
-    dim = config.hidden_size // config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     found: dict[str, dict[int, list[dict[str, torch.Tensor]]]] = {"float32": {}, "bfloat16": {}}
     for length in PREFIXES:
         starts = np.linspace(0, len(ids) - length - ANSWER, WINDOWS).astype(int)
@@ -163,11 +162,12 @@ def rates(table: report.MetricTable) -> None:
 
 def main() -> None:
     parser = report.arguments(__doc__, METRICS)
+    parser.add_argument("--model", type=Path, help="model directory; default: the demo model")
     args = parser.parse_args()
     table = report.MetricTable()
     torch.set_num_threads(1)
     rates(table)
-    quality(table)
+    quality(table, args.model or demo_model())
     report.write(args.out, "cold_codec", table.metrics, "torch", rows=table.rows)
 
 
