@@ -1,8 +1,8 @@
 """Measures the 4-bit codec of cold KV blocks: the error of the logits after a decoded prefix, and its rate.
 
-The model is --model or that of the demo, SmolLM2-135M, and the text is benchmarks/support/quality_texts.txt. transformers computes
-the KV of a prefix. Each block of it is encoded and decoded, and the model reads the next tokens of the text after the
-exact and after the decoded prefix. It needs no GPU.
+The model is --model or that of the demo, SmolLM2-135M. The text is benchmarks/support/quality_texts.txt. transformers
+computes the KV of a prefix. Each block of it is encoded and decoded, and the model reads the next tokens of the text
+after the exact and after the decoded prefix. It needs no GPU.
 
     python benchmarks/cold_codec.py --out benchmarks/results/cold_codec.json
 """
