@@ -115,6 +115,8 @@ class KVLayout:
     groups: tuple[LayerGroup, ...] = field(default=(), kw_only=True)
     #: "layers": a layer's heads are neighbours in a block. "heads": a head's layers are.
     kv_order: str = field(default="layers", kw_only=True)
+    #: Codec of the disk tiers (engine/kv/cold_codec.py). "": blocks are exact. "int4": a block may be a decoded one.
+    disk_codec: str = field(default="", kw_only=True)
     states: str = field(default="", kw_only=True)  #: The arrays of a recurrent state, in words. "": the model has none.
     state_bytes: int = field(default=0, kw_only=True)  #: Bytes of the recurrent state of one sequence.
 
@@ -193,8 +195,9 @@ class KVLayout:
         """Hash of the layout, 32 hex digits, equal in every process.
 
         It describes the model, so it does not cover the number of ranks. It covers draft_* fields only with a draft
-        model, weights only if they are quantised, latent_dim only if it is set, groups and states only if there are
-        some, and kv_order only if it is "heads", so that layouts without them keep the fingerprint of older versions.
+        model, weights only if they are quantised, latent_dim and disk_codec only if they are set, groups and states
+        only if there are some, and kv_order only if it is "heads", so that layouts without them keep the fingerprint of
+        older versions.
         """
         covered = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
         covered.remove("tensor_parallel")
@@ -208,6 +211,8 @@ class KVLayout:
             covered.remove("groups")
         if not self.states:
             covered = [name for name in covered if name not in ("states", "state_bytes")]
+        if not self.disk_codec:
+            covered.remove("disk_codec")
         text = "\n".join(f"{name}={getattr(self, name)}" for name in covered)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -40,6 +40,7 @@ from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import gpu_start_lock, make_current, require_memory
 from engine.hybrid import check_hybrid, make_states, num_states, state_layout
 from engine.kv.blocks import CacheCallbacks
+from engine.kv.cold_codec import check_codec
 from engine.kv.disk_copier import start_disk_tier
 from engine.kv.grouped_blocks import make_block_pool
 from engine.kv.host_copier import HostCopier, HostKVPool
@@ -150,8 +151,10 @@ class Engine:
             dtype=config.resolve_kv_dtype(device, latent=spec.latent_dim > 0),
             groups=groups,
             **state_layout(spec.states, config.resolve_dtype(device)),
+            disk_codec="" if config.disk_cache_codec == "none" else config.disk_cache_codec,
             **({} if draft is None else draft.layout_fields(device)),
         )
+        check_codec(self.layout)
         self._fingerprint = self.layout.fingerprint
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = tuple(i for i in end_token_ids(config.model_dir) if i < spec.vocab_size)

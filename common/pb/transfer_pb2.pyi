@@ -101,6 +101,7 @@ class Layout(_message.Message):
     LATENT_DIM_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     KV_ORDER_FIELD_NUMBER: _builtins.int
+    DISK_CODEC_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
@@ -139,6 +140,8 @@ class Layout(_message.Message):
     """Multi-head latent attention: the first numbers of a token's vector are its value; 0: values are separate."""
     kv_order: _builtins.str
     """Order of a block's numbers: layers or heads. Empty: layers."""
+    disk_codec: _builtins.str
+    """How the disk tiers encode blocks, so that a block may be rounded: int4. Empty: blocks are exact."""
     states: _builtins.str
     """The arrays of a sequence's recurrent state, in words; empty: the model has none."""
     state_bytes: _builtins.int
@@ -169,12 +172,13 @@ class Layout(_message.Message):
         latent_dim: _builtins.int = ...,
         groups: _abc.Iterable[Global___LayerGroup] | None = ...,
         kv_order: _builtins.str = ...,
+        disk_codec: _builtins.str = ...,
         states: _builtins.str = ...,
         state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "kv_order", b"kv_order", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "state_bytes", b"state_bytes", "states", b"states", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "disk_codec", b"disk_codec", "draft_head_dim", b"draft_head_dim", "draft_kv_heads", b"draft_kv_heads", "draft_layers", b"draft_layers", "draft_revision", b"draft_revision", "draft_state", b"draft_state", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "kv_order", b"kv_order", "latent_dim", b"latent_dim", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "state_bytes", b"state_bytes", "states", b"states", "tensor_parallel", b"tensor_parallel", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

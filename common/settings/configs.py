@@ -137,6 +137,11 @@ class EngineSettings(Settings, section="Engine"):
     disk_cache_size: int = setting(
         kinds.size(0), 64 << 30, "Bytes of each pod in --disk-cache, like 500GiB; default: 64GiB"
     )
+    disk_cache_codec: str = choice_setting(
+        ("none", "int4"),
+        "Blocks in --disk-cache as they are (none), or in 4 bits (int4): answers after a read may differ; the same on "
+        "all pods",
+    )
     cache_pin: int = setting(kinds.size(0), 0, "KV bytes that requests may pin in each pool, like 4GiB; default: 0")
     cache_pin_tenant: int = setting(
         kinds.size(0), 0, "KV bytes of --cache-pin that the requests of one tenant may pin; default: all of them"
@@ -278,6 +283,7 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         rejects = self.speculation != "none" and self.speculation_accept == "rejection"
         for name, asked, why in (
             ("kv_dtype", self.kv_dtype != "auto", "its attention has no fixed order of sums"),
+            ("disk_cache_codec", self.disk_cache_codec != "none", "a decoded block differs from the computed one"),
             ("weights", self.weights != "auto", "its product has no fixed order of sums"),
             ("tensor_parallel_size", self.tensor_parallel_size > 1, "an all-reduce has no fixed order of sums"),
             ("speculation_accept", rejects, "the accepted tokens depend on the drafts"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from common.errors import ConfigError, describe
 from common.kv_layout import KVLayout
 from engine.kv.blocks import BlockPool, CacheCallbacks
+from engine.kv.cold_codec import codec_of
 from engine.kv.disk_tier import MIN_HOST_BLOCKS, DiskTier, HostWrite
 from engine.kv.host_copier import HostCopier
 from engine.kv.segment_store import SegmentStore, StoredBlock
@@ -111,7 +112,9 @@ def start_disk_tier(
     ConfigError for sizes that are too small.
     """
     assert pool.host_tier is not None
-    check_sizes(pool.host_tier.num_host_blocks, layout.block_bytes, max_bytes)
+    codec = codec_of(layout)
+    content_bytes = layout.block_bytes if codec is None else codec.encoded_bytes
+    check_sizes(pool.host_tier.num_host_blocks, layout.block_bytes, max_bytes, content_bytes)
     try:
         own, lock_file = take_slot(directory / layout.scope)
     except OSError as error:
@@ -123,19 +126,20 @@ def start_disk_tier(
         layout.fingerprint,
         layout.block_bytes,
         max_bytes,
+        codec=codec,
         on_stored=callbacks.get("on_disk_stored", lambda _: None),
         on_evicted=callbacks.get("on_disk_evicted", lambda _: None),
     )
     return DiskCopier(pool.attach_disk_tier(store), host, lock_file)
 
 
-def check_sizes(host_blocks: int, block_bytes: int, max_bytes: int) -> None:
-    """Raises ConfigError if the host tier or the disk tier is too small."""
+def check_sizes(host_blocks: int, block_bytes: int, max_bytes: int, content_bytes: int) -> None:
+    """Raises ConfigError if the host tier or the disk tier is too small. content_bytes: of a block in a file."""
     if host_blocks < MIN_HOST_BLOCKS:
         text = f"has room for {host_blocks} KV blocks of {block_bytes} bytes; disk_cache needs {MIN_HOST_BLOCKS}"
         raise ConfigError(f"host_cache {text}", field="host_cache")
-    if max_bytes < (least := SegmentStore.min_bytes(block_bytes)):
-        text = f"{max_bytes} bytes are too few for KV blocks of {block_bytes} bytes; expected at least {least}"
+    if max_bytes < (least := SegmentStore.min_bytes(content_bytes)):
+        text = f"{max_bytes} bytes are too few for KV blocks of {content_bytes} bytes; expected at least {least}"
         raise ConfigError(f"disk_cache_size: {text}", field="disk_cache_size")
 
 

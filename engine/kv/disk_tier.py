@@ -41,6 +41,7 @@ class DiskTierStats:
     max_size: int
     written: int = 0
     loaded: int = 0  # Read back into the host
+    decoded: int = 0  # Those of them that a codec has decoded, so they are not exact
     restored: int = 0  # Found in the files at the start
     damaged: int = 0  # Blocks and ends of files that were cut or had a wrong checksum
     computed: int = 0  # Prompts whose blocks were not read because computing them is predicted to be faster
@@ -183,7 +184,7 @@ class DiskTier:
 
     @property
     def read_rate(self) -> float:
-        """Bytes per second of the last loads; 0 before the first one. Any thread."""
+        """Bytes of the pool per second of the last loads, with decoding; 0 before the first one. Any thread."""
         return self._read_bytes / self._read_s if self._read_bytes else 0.0
 
     # -- called by the threads; they take the lock --------------------------------------------------------------------
@@ -294,11 +295,12 @@ class DiskTier:
         intact = intact if load.valid else 0
         self._host.release_reserved(load.host_blocks[intact:])
         self._stats.loaded += intact
+        self._stats.decoded += 0 if self.store.codec is None else intact
         self._host.insert_filled(load.parent, load.keys[:intact], load.host_blocks[:intact])
         self._stats.late += not load.end()
 
     def observe_read(self, size: int, seconds: float) -> None:
-        """Records that reading `size` bytes took so long."""
+        """Records that reading `size` bytes of the pool, with decoding them, took so long."""
         if size and seconds > 0:
             self._read_bytes = RATE_DECAY * self._read_bytes + size
             self._read_s = RATE_DECAY * self._read_s + seconds

@@ -1,6 +1,6 @@
 """KV blocks in files of one directory, which survive a restart: the storage of the disk tier.
 
-    segment  | header: magic, version, fingerprint, block bytes, CRC | record | record | ...      append-only
+    segment  | header: magic, version, block bytes, fingerprint, codec, CRC | record | record | ...      append-only
     record   | magic, length, hash, parent's hash, CRC of the content, CRC of this | content |
 
 One thread appends to the newest segment; any thread reads. A record is written by one call, and a segment is synced to
@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 from common.block_hash import HASH_BYTES
 from common.errors import describe
+from engine.kv.cold_codec import BlockCodec
 from engine.kv.prefix_cache import HashesCallback
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ SCAN_BATCH = 10_000  # Blocks that enter the index at once
 READ_THREADS = 8  # A CRC-32 runs at about 1 GB/s on one core, and an NVMe disk reads several GB/s
 TOUCH_S = 60.0  # The time of a file, which orders the segments after a restart, is at most this old
 SUFFIX = ".kv"
-_SEGMENT = struct.Struct("<8sIQ64s")  # Magic, version, block bytes, fingerprint; then a CRC-32
+_SEGMENT = struct.Struct("<8sIQ48s16s")  # Magic, version, block bytes, fingerprint, codec (zeros: none); then a CRC-32
 _RECORD = struct.Struct("<4sI16s16sI")  # Magic, length of the content, hash, parent's hash, CRC-32 of the content
 _CRC = struct.Struct("<I")
 _SEGMENT_MAGIC, _RECORD_MAGIC = b"BATONKV\n", b"KVB\n"
@@ -91,14 +92,18 @@ class SegmentStore:
         block_bytes: int,
         max_bytes: int,  # Of all files together
         *,
+        codec: BlockCodec | None = None,  # Encodes the content of records; None: it is the block
         on_stored: HashesCallback = lambda _: None,  # Gets hashes that `match` finds from now on. Must not block.
         on_evicted: HashesCallback = lambda _: None,  # Gets hashes that it does not find any more
     ) -> None:
         """Reads nothing yet: `scan` does."""
         self.directory, self.block_bytes, self.max_bytes = directory, block_bytes, max_bytes
-        self.record_bytes = RECORD_HEADER_BYTES + block_bytes
-        self._segment_bytes = max(self.min_bytes(block_bytes) // MIN_SEGMENTS, self._segment_size())
-        head = _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, block_bytes, fingerprint.encode()[:64])
+        self.codec = codec
+        self.content_bytes = block_bytes if codec is None else codec.encoded_bytes  # Of a block in a file
+        self.record_bytes = RECORD_HEADER_BYTES + self.content_bytes
+        self._segment_bytes = max(self.min_bytes(self.content_bytes) // MIN_SEGMENTS, self._segment_size())
+        name = b"" if codec is None else codec.format.encode()
+        head = _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, block_bytes, fingerprint.encode()[:48], name)
         self._header = (head + _CRC.pack(zlib.crc32(head))).ljust(SEGMENT_HEADER_BYTES, b"\0")
         self._on_stored, self._on_evicted = on_stored, on_evicted
         self._lock = threading.Lock()  # Guards all fields below; the callbacks run under it
@@ -113,9 +118,9 @@ class SegmentStore:
         self.damaged = 0  # Blocks and ends of files that were cut or had a wrong checksum
 
     @staticmethod
-    def min_bytes(block_bytes: int) -> int:
-        """Returns the smallest max_bytes for blocks of this size."""
-        return MIN_SEGMENTS * (SEGMENT_HEADER_BYTES + RECORD_HEADER_BYTES + block_bytes)
+    def min_bytes(content_bytes: int) -> int:
+        """Returns the smallest max_bytes for blocks of this size in a file."""
+        return MIN_SEGMENTS * (SEGMENT_HEADER_BYTES + RECORD_HEADER_BYTES + content_bytes)
 
     def _segment_size(self) -> int:
         return min(MAX_SEGMENT_BYTES, self.max_bytes // (4 * MIN_SEGMENTS))
@@ -184,14 +189,19 @@ class SegmentStore:
         """Returns whether the block came whole."""
         file, place, key = job
         header = bytearray(RECORD_HEADER_BYTES)
+        content = target if self.codec is None else memoryview(bytearray(self.content_bytes))
         try:
-            if file is None or os.preadv(file, [header, target], place.offset) != self.record_bytes:
+            if file is None or os.preadv(file, [header, content], place.offset) != self.record_bytes:
                 return False
         except OSError as error:
             log.warning("a KV block cannot be read from %s: %s", self.directory, describe(error))
             return False
         record = _parse_record(header)
-        return record is not None and record[1] == key and record[3] == zlib.crc32(target)
+        if record is None or record[1] != key or record[3] != zlib.crc32(content):
+            return False
+        if self.codec is not None:
+            self.codec.decode(content, target)
+        return True
 
     def _drop_damaged(self, key: bytes, path: Path) -> None:
         with self._lock:
@@ -288,14 +298,15 @@ class SegmentStore:
     def _read_headers(self, segment: _Segment, blocks: dict[bytes, _Place]) -> None:
         """Adds the blocks of a file to `blocks`. Raises OSError."""
         with segment.path.open("rb", buffering=0) as file:
-            if file.read(SEGMENT_HEADER_BYTES) != self._header:
-                log.warning("%s: made for another model, setting or version, or damaged: not used", segment.path)
+            header = file.read(SEGMENT_HEADER_BYTES)
+            if header != self._header:
+                log.warning("%s: %s: not used", segment.path, self._why_not(header))
                 return
             offset = SEGMENT_HEADER_BYTES
             while offset < segment.size:
                 record = _parse_record(os.pread(file.fileno(), RECORD_HEADER_BYTES, offset))
                 end = offset + self.record_bytes
-                if record is None or record[0] != self.block_bytes or end > segment.size:
+                if record is None or record[0] != self.content_bytes or end > segment.size:
                     self.damaged += 1
                     log.warning("%s: cut or damaged at byte %d: the rest is computed again", segment.path, offset)
                     break
@@ -303,12 +314,23 @@ class SegmentStore:
                 blocks[key] = _Place(segment.number, offset, parent)
                 offset = end
 
+    def _why_not(self, header: bytes) -> str:
+        """Says why a file with another header is not used."""
+        if len(header) == SEGMENT_HEADER_BYTES and _CRC.unpack_from(header, _SEGMENT.size)[0] == zlib.crc32(
+            header[: _SEGMENT.size]
+        ):
+            theirs, own = (_SEGMENT.unpack_from(raw) for raw in (header, self._header))
+            if theirs[:-1] == own[:-1]:
+                names = [name.rstrip(b"\0").decode(errors="replace") or "none" for name in (theirs[-1], own[-1])]
+                return "its blocks have the codec {}, those of this pod {}".format(*names)
+        return "made for another model, setting or version, or damaged"
+
     def append(self, blocks: Sequence[StoredBlock], epoch: int | None = None) -> int:
         """Writes blocks, parents first; returns how many entered the index. Removes segments if there is no room.
 
-        A block without its parent, or that is there already, is skipped. Nothing is kept after a `clear` or `forget`
-        since `epoch` or the call. Raises OSError (a full disk); the blocks before it are written. Nothing is written
-        while a file cannot be removed, so the files stay bounded.
+        A block is skipped without its parent, if it is there already, or if the codec cannot encode it. Nothing is kept
+        after a `clear` or `forget` since `epoch` or the call. Raises OSError (a full disk); the blocks before it are
+        written. Nothing is written while a file cannot be removed, so the files stay bounded.
         """
         stored: list[bytes] = []
         stale: list[Path] = []
@@ -320,9 +342,12 @@ class SegmentStore:
                     break
                 if block.key in self._index or (block.parent and block.parent not in self._index):
                     continue
+                content = block.content if self.codec is None else self.codec.encode(block.content)
+                if content is None:
+                    continue
                 file, segment = self._open_segment()
                 place = _Place(segment.number, segment.size, block.parent)
-                self._write(file, segment, _record(block), block.content)
+                self._write(file, segment, _record(block._replace(content=content)), content)
                 with self._lock:
                     if epoch == self.epoch and (not block.parent or block.parent in self._index):
                         self._insert(block.key, place)

@@ -160,21 +160,30 @@ class PodMetrics:
 
     def _add_disk_tier_metrics(self) -> None:
         tier, stats, size = self._engine.pool.disk_tier, self._engine.pool.disk_stats, self._engine.layout.block_bytes
+        stored = size if tier is None else tier.store.content_bytes
         counter, gauge = self.metrics.sampled_counter, self.metrics.sampled_gauge
         configured = self._engine.config.disk_cache is not None
         text = "1 while blocks are written to the disk and read from it; 0 after a failure, and while a disk is full."
         works = None if not configured else (lambda: False) if tier is None else (lambda: tier.working)
         gauge("disk_tier_working", text, _one(lambda: None if works is None else works()))
-        blocks = _by(stats, lambda now: {"blocks": now.blocks * size, "files": now.size, "limit": now.max_size})
+        blocks = _by(stats, lambda now: {"blocks": now.blocks * stored, "files": now.size, "limit": now.max_size})
         gauge(
             "disk_tier_bytes",
             "KV blocks on the disk that can be read, size of all files, and its limit.",
             blocks,
             ["of"],
         )
-        moved = _by(stats, lambda now: {"to_disk": now.written * size, "to_host": now.loaded * size})
+        moved = _by(stats, lambda now: {"to_disk": now.written * stored, "to_host": now.loaded * size})
         counter("disk_moved_bytes", "KV bytes written to the disk and read back.", moved, ["direction"])
         found = _one(lambda: None if (now := stats()) is None else now.restored)
+        codec = self._engine.layout.disk_codec
+        text = "KV blocks that were read for prompts and decoded, so not exact, by tier and codec."
+        counter(
+            "decoded_blocks",
+            text,
+            lambda: [] if not codec or (now := stats()) is None else [(("disk", codec), now.decoded)],
+            ["tier", "codec"],
+        )
         gauge("disk_restored_blocks", "KV blocks that the pod found on the disk when it started.", found)
         loads = _by(stats, lambda now: {"computed": now.computed, "late": now.late, "damaged": now.damaged})
         text = "Prompts whose blocks on the disk were not used, or only in part, by reason."
