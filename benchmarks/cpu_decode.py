@@ -61,7 +61,7 @@ def prompt_ids(seed: int) -> list[int]:
 def relay(model_dir: Path, settings: dict[str, Any], rounds: int, concurrent: bool) -> dict[str, Any]:
     """Measures one stream, and 16 streams if `concurrent`, through a stack with these settings of `baton up`."""
     from benchmarks.support import local_stack
-    from common.settings.configs import UpConfig
+    from common.settings.up import UpConfig
     from loadtest.client.base import RequestDraft
     from loadtest.client.rest_client import RestClient
     from loadtest.config import LoadConfig

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.support import local_stack, report
 from benchmarks.support.report import ms, timed, timed_calls
 from cli.demo.model import demo_model
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from common.types import PodLoad, Role, SamplingParams
 from engine.llm import LLM  # must be imported before torch: engine/__init__.py sets OMP_WAIT_POLICY
 from loadtest.client.base import RequestDraft

@@ -12,8 +12,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from cli.other_flags import translate
-from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.gateway import GatewayConfig
+from common.settings.pod import PodConfig, WorkerConfig
 from common.settings.table import FLAG, Settings, declared, former_names, spelt
+from common.settings.up import UpConfig
 
 _Settings = TypeVar("_Settings", UpConfig, PodConfig, WorkerConfig, GatewayConfig)
 

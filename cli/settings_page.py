@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.settings.configs import ServiceSettings
+from common.settings.process import ServiceSettings
 from common.settings.table import ENVIRONMENT, FLAG, Setting, declared, spelt
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"

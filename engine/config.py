@@ -11,7 +11,7 @@ import torch
 from common.errors import ConfigError
 from common.kv_layout import FP8_DTYPE
 from common.settings import kinds
-from common.settings.configs import PodEngineSettings
+from common.settings.engine import PodEngineSettings
 from common.settings.table import setting
 
 GPU_CHUNK_TOKENS = 2048  # A decode waits for 50 ms at most, with an 8B model.

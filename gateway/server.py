@@ -32,7 +32,7 @@ from common.pb import inference_pb2_grpc
 from common.process.lifecycle import Lifecycle, log_phase
 from common.process.watchdog import Watchdog
 from common.rpc import RpcServer
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from common.settings.kinds import host_port, is_loopback
 from common.tls import TlsFiles
 from common.tracing.tracer import Tracer

@@ -20,7 +20,7 @@ from common.errors import InternalError, Unavailable
 from common.kv_layout import KVLayout
 from common.logs import setup_logs
 from common.process.rank_channel import MEMBER_ROLES, RankChannel
-from common.settings.configs import PodConfig, WorkerConfig
+from common.settings.pod import PodConfig, WorkerConfig
 from common.tls import TlsFiles
 from engine.config import EngineConfig
 from engine.kv.kv_pool import KVPool

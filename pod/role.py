@@ -21,7 +21,8 @@ import grpc
 
 from common.errors import BatonError, ConfigError, RoleChanged, Unavailable
 from common.model.directory import default_served_name, resolve_eagle_head, resolve_model
-from common.settings.configs import PodConfig, PodEngineSettings
+from common.settings.engine import PodEngineSettings
+from common.settings.pod import PodConfig
 from common.settings.table import declared
 from common.types import Role
 from engine.config import EngineConfig

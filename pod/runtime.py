@@ -27,8 +27,8 @@ from common.errors import InternalError, Overloaded, Unavailable
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id, log_phase
 from common.rpc import RpcServer, trace_context_of
-from common.settings.configs import PodConfig
 from common.settings.kinds import host_port
+from common.settings.pod import PodConfig
 from common.telemetry import MetricsServer
 from common.tls import TlsFiles
 from common.tracing.tracer import TraceContext, Tracer

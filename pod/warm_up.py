@@ -23,7 +23,7 @@ from common.block_hash import HASH_BYTES
 from common.errors import BatonError, describe
 from common.kv_groups import PageOrder
 from common.process.lifecycle import log_phase
-from common.settings.configs import PodConfig
+from common.settings.pod import PodConfig
 from engine.engine import Engine
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import WantedBlocks

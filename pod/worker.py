@@ -17,7 +17,7 @@ from common.process.lifecycle import Lifecycle
 from common.process.tether import tether_command
 from common.process.watchdog import Watchdog
 from common.rpc import RpcServer
-from common.settings.configs import WorkerConfig
+from common.settings.pod import WorkerConfig
 from common.tls import TlsFiles
 from engine.parallel.rank_group import SECRET_VARIABLE, STOP_S
 from pod.rank import rank_command

@@ -34,7 +34,7 @@ from benchmarks.support import local_stack, pd_stack, report
 from benchmarks.support.report import spread
 from benchmarks.support.sse_client import SseStream
 from cli.stack.stack import Stack
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 
 METRICS = """
 Metrics, in ms; those of the load `chat` on one pod with both roles have no prefix:

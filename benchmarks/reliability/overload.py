@@ -41,7 +41,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.support import local_stack, report
 from cli.demo.model import demo_model
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from loadtest.slo import percentile
 
 CLOSED = 6  #: Clients that measure the capacity.

@@ -34,7 +34,7 @@ import uvloop
 
 from benchmarks.support import report
 from common.errors import Unavailable
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.types import Role
 from fleet.roles import PodAddress, RoleSwitch, operator_signer, switch_role
 from loadtest.slo import percentile

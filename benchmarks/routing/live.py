@@ -35,7 +35,7 @@ import cli
 from benchmarks.routing.sim import DEFAULT_TRACE
 from benchmarks.support import local_stack, report
 from cli.demo.model import demo_model
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from gateway.routing import router
 from loadtest.client.rest_client import RestClient
 from loadtest.config import LoadConfig

@@ -52,7 +52,7 @@ from common.pb import (
     types_pb2,
 )
 from common.rpc import open_channel
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from common.tls import TlsFiles
 from common.types import SamplingParams, ValidRequest
 from common.wire import error_from_pb, kv_target_from_pb, kv_target_to_pb, request_to_pb

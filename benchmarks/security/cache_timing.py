@@ -29,7 +29,7 @@ import httpx
 
 from benchmarks.support import local_stack, report
 from cli.demo.model import demo_model
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
 

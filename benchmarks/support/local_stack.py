@@ -23,7 +23,7 @@ from cli.stack.stack import Stack
 from cli.stack.supervisor import ChildProcess, PortLease, Supervisor
 from cli.stack.valkey import EmbeddedValkey
 from common.process.tether import tether_command
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from prefix_index import publisher
 
 START_S, STOP_S = 300.0, 20.0

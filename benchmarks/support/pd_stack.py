@@ -28,7 +28,7 @@ from benchmarks.support.local_stack import connections
 from benchmarks.support.shapes import LLAMA_8B, SHAPES, WINDOWED, llama
 from cli.stack.stack import Stack
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 
 MODEL = "bench"
 FLAGS = {"local-prefill": "off"}  # Flags of the pods: decode pods compute no prompt.

@@ -15,7 +15,7 @@ import typer
 
 from cli.options import Config, load, opt, takes_settings
 from common.errors import ConfigError
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 
 if TYPE_CHECKING:  # only imported when the command runs
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.options import opt
-from common.settings.configs import DEFAULT_PORT
+from common.settings.gateway import DEFAULT_PORT
 
 if TYPE_CHECKING:  # imported only when the command runs
     from rich.console import Console

@@ -11,7 +11,7 @@ import typer
 
 from cli.options import Redis, opt
 from common.errors import ConfigError, Unavailable
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from common.settings.table import FLAG, declared
 
 if TYPE_CHECKING:  # only imported when a command runs

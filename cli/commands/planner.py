@@ -13,7 +13,7 @@ import typer
 from cli.commands.checks import TlsDir
 from cli.options import Redis, opt
 from common.errors import ConfigError
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.types import Role
 
 if TYPE_CHECKING:  # only imported when the command runs

@@ -20,8 +20,10 @@ from cli import exits
 from cli.gpus import run_on
 from cli.options import Config, load, opt, takes_settings
 from common.errors import ConfigError
-from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.gateway import GatewayConfig
+from common.settings.pod import PodConfig, WorkerConfig
 from common.settings.table import FLAG, Settings, declared, former_names, read_toml, spelt
+from common.settings.up import UpConfig
 
 _Settings = TypeVar("_Settings", PodConfig, WorkerConfig, GatewayConfig)
 _say = functools.partial(typer.echo, err=True)

@@ -24,9 +24,12 @@ from cli.stack.supervisor import ChildProcess, PortLease, Probe, ServiceSpec
 from cli.stack.valkey import valkey_command, valkey_url
 from common.errors import ConfigError
 from common.model.directory import default_served_name, expected_model_path
-from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
+from common.settings.gateway import DEFAULT_PORT, GatewayConfig
 from common.settings.kinds import host_port
+from common.settings.pod import PodConfig
+from common.settings.process import DEFAULT_SECRET
 from common.settings.table import ENVIRONMENT, Settings, command_line, declared, spelt
+from common.settings.up import UpConfig
 from common.tls import TlsFiles
 
 Env = Mapping[str, str] | None

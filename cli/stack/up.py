@@ -34,7 +34,7 @@ from cli.stack.supervisor import Service, State, Supervisor
 from common.model.directory import default_served_name, expected_model_path, pinned_model, resolve_eagle_head
 from common.model.hub import remove_partial_files
 from common.redis.url import RedisUrl
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 
 READY_TIMEOUT_S = 600.0
 TEARDOWN_GRACE_S = 25.0  # Time for a service to end after its drain; services limit themselves to 15 s.

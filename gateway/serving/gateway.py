@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from common.auth import GATEWAY, Signer
 from common.errors import BatonError, Cancelled, Overloaded, PermissionDenied, Unavailable
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from common.tls import TlsFiles
 from common.tracing.tracer import TraceContext, Tracer
 from gateway.admission.api_keys import Caller

@@ -14,7 +14,7 @@ import torch
 
 from common.errors import ConfigError, describe
 from common.process.lifecycle import host_boot_id
-from common.settings.configs import PodConfig
+from common.settings.pod import PodConfig
 from common.telemetry import Metrics, MetricSample
 from common.types import Role
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from common.pb import transfer_pb2
-from common.settings.configs import MAX_DRAFTS
+from common.settings.engine import MAX_DRAFTS
 from common.telemetry import COUNT_BUCKETS, Metrics, MetricSample
 from common.types import PodLoad, Role
 from engine.engine import Engine

@@ -12,7 +12,7 @@ import pytest
 
 from cli.stack.valkey import EmbeddedValkey
 from common.auth import GATEWAY, Signer
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.types import SamplingParams, ValidRequest
 from engine.llm import LLM
 from gateway.dispatch.dispatch import Dispatch

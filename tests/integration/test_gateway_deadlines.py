@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from common.errors import Cancelled
 from common.pb import inference_pb2
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from gateway.admission.api_keys import ANONYMOUS
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http import endpoint

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from common.types import SamplingParams
 from gateway.server import make_gateway
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig

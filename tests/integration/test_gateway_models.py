@@ -14,7 +14,7 @@ from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from common.types import Role
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor

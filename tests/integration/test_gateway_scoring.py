@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from gateway.admission.key_store import KeyRing
 from gateway.server import GatewayServer
 from gateway.serving.gateway import Gateway

@@ -18,7 +18,7 @@ from cli.stack.valkey import EmbeddedValkey
 from common.auth import GATEWAY, Signer
 from common.errors import IndexUnavailable
 from common.redis.client import CircuitBreaker
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.types import PodLoad
 from gateway.pods.table import PodTable
 from prefix_index.publisher import IndexPublisher, mint_generation, read_name_owner

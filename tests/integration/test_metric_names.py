@@ -21,7 +21,8 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from common.settings.configs import GatewayConfig, PodConfig
+from common.settings.gateway import GatewayConfig
+from common.settings.pod import PodConfig
 from common.telemetry import MetricDeclaration, Metrics
 from common.types import Role
 from fleet.planner import PlannerMetrics

@@ -15,7 +15,7 @@ from cli import probes
 from common.errors import ConfigError
 from common.pb import control_pb2_grpc
 from common.rpc import LIVENESS_SERVICE, RpcServer
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from tests.rigs.gateway.gateway_rig import rig
 from tests.rigs.pods.fake_pods import fake_cluster
 from tests.rigs.waiting import until

@@ -13,7 +13,7 @@ from cli.stack.valkey import EmbeddedValkey
 from common.errors import BatonError, ConfigError, RoleChanged, Unauthenticated, Unavailable
 from common.pb import control_pb2, control_pb2_grpc
 from common.rpc import translate_rpc_errors
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.types import Role
 from common.wire import role_to_pb
 from engine.llm import LLM

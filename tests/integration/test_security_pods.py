@@ -19,7 +19,7 @@ from common.auth import ALLOWED_ROLES, GATEWAY, CallGuard, MetadataItem, Signer,
 from common.errors import BatonError, NotServed, TransferFailed, Unauthenticated, Unavailable, UnknownTransfer
 from common.pb import control_pb2, control_pb2_grpc, decode_pb2, prefill_pb2, transfer_pb2
 from common.rpc import RpcServer, error_from_rpc, open_channel, translate_rpc_errors
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.tls import TlsFiles
 from common.types import KvTarget, Role, ValidRequest
 from common.wire import kv_target_from_pb, kv_target_to_pb, request_to_pb

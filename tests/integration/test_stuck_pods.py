@@ -21,7 +21,8 @@ from common.errors import Unavailable
 from common.process.lifecycle import Lifecycle, LifecycleState
 from common.process.watchdog import EXIT_STUCK
 from common.rpc import open_channel
-from common.settings.configs import DEFAULT_SECRET, PodConfig
+from common.settings.pod import PodConfig
+from common.settings.process import DEFAULT_SECRET
 from common.types import Role, ValidRequest
 from decode_service.servicer import DecodeServicer
 from engine.engine import Engine

@@ -18,7 +18,8 @@ from cli.app import CommandLineError, app
 from common.errors import ConfigError
 from common.redis.url import RedisUrl
 from common.rpc import LIVENESS_SERVICE
-from common.settings.configs import GatewayConfig, PodConfig, WorkerConfig
+from common.settings.gateway import GatewayConfig
+from common.settings.pod import PodConfig, WorkerConfig
 from common.tls import CA_FILE, CERT_FILE, KEY_FILE, ROLES
 from gateway.api.docs.operations import OPERATIONS
 from gateway.pods.endpoint_slices import PORT_NAME

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest
 from common.pb import control_pb2, control_pb2_grpc
 from common.rpc import translate_rpc_errors
-from common.settings.configs import PodConfig
+from common.settings.pod import PodConfig
 from common.types import AdapterEntry, Role, ValidRequest
 from common.wire import adapter_from_pb, adapter_to_pb, kv_target_from_pb
 from pod import adapters as pod_adapters

@@ -12,8 +12,11 @@ import pytest
 
 from cli.settings_page import PAGE, with_table
 from common.errors import ConfigError
-from common.settings.configs import DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.gateway import GatewayConfig
+from common.settings.pod import PodConfig, WorkerConfig
+from common.settings.process import DEFAULT_SECRET
 from common.settings.table import current_names, declared, misspelt
+from common.settings.up import UpConfig
 from common.types import Role
 from engine.config import EngineConfig
 

@@ -14,7 +14,7 @@ import pytest
 
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import Unavailable
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.types import PodLoad, Role
 from fleet import planner as planner_module
 from fleet import scale as scale_module

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cli.doctor import _rounds
 from cli.gpus import Gpu, assign_gpus, run_on, visible_gpus
 from common.errors import ConfigError
-from common.settings.configs import PodConfig
+from common.settings.pod import PodConfig
 from common.types import Role
 from pod.monitoring.gpu import require_mappable_kv
 

@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from cli.app import app, main
 from cli.other_flags import OTHER_FLAGS
-from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.gateway import GatewayConfig
+from common.settings.pod import PodConfig, WorkerConfig
 from common.settings.table import Setting, declared, former_names
+from common.settings.up import UpConfig
 
 
 def _paths(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -43,7 +43,7 @@ def interrupted(module: str, *argv: str, lost: bool = False, ignored: bool = Fal
     [
         ("typing", ("version",)),  # of the first ones
         ("typer", ("version",)),  # of every command line
-        ("common.settings.configs", ("up",)),
+        ("common.settings.gateway", ("up",)),
         ("uvicorn", ("gateway",)),  # of a service; without pods, so that it would end by itself
     ],
 )

@@ -15,8 +15,10 @@ from cli.stack.stack import Stack
 from common.errors import ConfigError
 from common.redis.client import connect_redis
 from common.rpc import RpcServer
-from common.settings.configs import GatewayConfig, PodConfig, UpConfig
+from common.settings.gateway import GatewayConfig
 from common.settings.kinds import host_port
+from common.settings.pod import PodConfig
+from common.settings.up import UpConfig
 from common.types import Role
 from engine.parallel.rank_group import split_address
 from tests.rigs.waiting import until

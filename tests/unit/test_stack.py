@@ -19,8 +19,8 @@ from cli.stack.stack import Stack
 from cli.stack.supervisor import PortLease, require_free_port
 from common.errors import ConfigError
 from common.redis.url import RedisUrl
-from common.settings.configs import UpConfig
 from common.settings.table import declared
+from common.settings.up import UpConfig
 from common.telemetry import MemoryUsage
 from common.tls import TlsFiles
 

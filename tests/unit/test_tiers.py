@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import ConfigError
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from common.settings.tiers import Tier, parse_tiers, tier_of
 from gateway.admission.queue import QueueEntry
 from gateway.admission.tiers import (

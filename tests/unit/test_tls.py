@@ -16,7 +16,7 @@ from cli.app import app
 from cli.stack.certificates import Authority
 from common import tls
 from common.errors import ConfigError
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from common.tls import TlsFiles, parse_identity, spiffe_uri
 
 

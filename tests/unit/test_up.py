@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cli.stack import up
 from cli.stack.supervisor import ChildProcess, Service, ServiceSpec, State, Supervisor
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from tests.rigs.waiting import until
 
 

@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.errors import BatonError, ConfigError
-from common.settings.configs import Settings
-from common.settings.table import ENV_PREFIX, declared
+from common.settings.table import ENV_PREFIX, Settings, declared
 from common.types import PodLoad, Role
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile, RedisKeyStore

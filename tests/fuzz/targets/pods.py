@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from common.auth import OPEN_METHODS, Signer, sign_calls
 from common.pb import control_pb2, decode_pb2, embedding_pb2, prefill_pb2, transfer_pb2, types_pb2
 from common.rpc import open_channel
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.types import FinishReason, Grammar, KvTarget, Role, TransferId
 from common.wire import kv_target_from_pb, kv_target_to_pb, request_to_pb
 from kv_transfer.backend.interface import Notification

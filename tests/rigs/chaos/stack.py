@@ -31,7 +31,7 @@ from cli.stack.stack import Stack
 from cli.stack.supervisor import PortLease, ServiceSpec
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import open_channel
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
 from tests.rigs.chaos.catalogue import BLOCK, CHUNK, MAX_LEN, MODEL, write_model

@@ -14,7 +14,7 @@ import httpx
 import orjson
 
 from common.model.generation import GenerationDefaults, generation_defaults
-from common.settings.configs import GatewayConfig
+from common.settings.gateway import GatewayConfig
 from gateway.admission.key_store import KeyRing
 from gateway.pods.endpoint_slices import KubernetesApi
 from gateway.pods.pod import Pod

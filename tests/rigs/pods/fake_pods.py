@@ -30,7 +30,7 @@ from common.pb import (
     types_pb2,
 )
 from common.rpc import RpcServer
-from common.settings.configs import DEFAULT_SECRET
+from common.settings.process import DEFAULT_SECRET
 from common.tls import TlsFiles
 from common.types import FinishReason, Role, Token, TokenLogprob, ValidRequest
 from common.wire import (

@@ -24,7 +24,8 @@ from common.auth import GATEWAY, Signer, sign_calls
 from common.errors import BatonError, Overloaded
 from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.rpc import open_channel, translate_rpc_errors
-from common.settings.configs import DEFAULT_SECRET, PodConfig
+from common.settings.pod import PodConfig
+from common.settings.process import DEFAULT_SECRET
 from common.tls import TlsFiles
 from common.types import FinishReason, KvTarget, Role, SamplingParams, Token, ValidRequest
 from common.wire import (

@@ -27,7 +27,7 @@ import grpc
 from cli.stack.stack import Stack
 from cli.stack.supervisor import ServiceSpec
 from common.pb import transfer_pb2, transfer_pb2_grpc
-from common.settings.configs import UpConfig
+from common.settings.up import UpConfig
 from common.tls import SERVER_NAME
 from common.types import Role
 
