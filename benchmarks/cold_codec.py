@@ -24,7 +24,7 @@ from benchmarks.quality import texts_of
 from benchmarks.support import report
 from cli.demo.model import demo_model
 from common.kv_layout import KVLayout
-from engine.kv.cold_codec import INT4, BlockCodec
+from engine.kv.tiers.cold_codec import INT4, BlockCodec
 
 METRICS = """
 Metrics of the answer, 64 tokens of the text after each prefix, over all prefixes:

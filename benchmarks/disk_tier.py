@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.support import report
 from benchmarks.support.shapes import config_directory
 from common.types import SamplingParams
-from engine.kv.disk_tier import DiskTier, saves_time
+from engine.kv.tiers.disk_tier import DiskTier, saves_time
 from engine.llm import LLM
 
 METRICS = """

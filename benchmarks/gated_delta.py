@@ -25,7 +25,7 @@ from engine.kernels.gated_delta.convolution import convolve
 from engine.kernels.gated_delta.decode import delta_decode, gated_norm
 from engine.kernels.gated_delta.layer import gated_delta
 from engine.kernels.gated_delta.rows import device_rows
-from engine.kv.state_pool import StatePool, StateRow, StateShape
+from engine.kv.groups.state_pool import StatePool, StateRow, StateShape
 from engine.models.gated_delta.layer import DeltaProjections, GatedDelta
 from engine.models.gated_delta.rule import gated_delta_torch
 from engine.models.layers import allocate

@@ -50,9 +50,10 @@ from common.kv_groups import PageOrder, split_layers
 from common.kv_layout import KVLayout
 from common.types import SamplingParams
 from engine.config import EngineConfig
-from engine.kv.blocks import BlockPool, Lease
-from engine.kv.grouped_blocks import make_block_pool
-from engine.kv.state_blocks import StateBlockPool, StateLease
+from engine.kv.blocks import BlockPool
+from engine.kv.groups.grouped_blocks import make_block_pool
+from engine.kv.groups.state_blocks import StateBlockPool, StateLease
+from engine.kv.lease import Lease
 
 BLOCK, CHUNK, DECODES, KV_BYTES = 16, 2048, 64, 40 << 30
 #: Rows and context of the decode steps that --engine measures, each for STEPS steps.

@@ -27,7 +27,7 @@ Window pages come and go:
   that a prompt has matched, the pages before the end of a prompt, and pages for which a prompt has missed a longer hit.
 - A prefix of n blocks is *usable* if the full pages of all n blocks and the window pages of the last `tail` blocks are
   cached. The longest usable prefix is a hit. The prefix index gets the blocks before usable boundaries
-  (engine/kv/usable_prefixes.py): it is a hint, and the pod's own match decides.
+  (engine/kv/groups/usable_prefixes.py): it is a hint, and the pod's own match decides.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ order "heads" the parts of a head are neighbours, so the heads of any rank are o
 
     draft segments | head 0: kv [num_layers, 2, block_size, head_dim], scales [...] | head 1: ... | ...
 
-A model with recurrent states (engine/kv/state_pool.py) has slots for them behind the blocks, in the same memory. A slot
-is a whole number of blocks, so a state moves like blocks.
+A model with recurrent states (engine/kv/groups/state_pool.py) has slots for them behind the blocks, in the same memory.
+A slot is a whole number of blocks, so a state moves like blocks.
 
 A layout with groups (common/kv_groups.py) cuts a block of tokens into one *page* per group of layers. Its pool is
 uint8[num_pages, block_bytes], and the segments have the layers of the largest group (`page_layers`). Without groups, a
@@ -115,7 +115,7 @@ class KVLayout:
     groups: tuple[LayerGroup, ...] = field(default=(), kw_only=True)
     #: "layers": a layer's heads are neighbours in a block. "heads": a head's layers are.
     kv_order: str = field(default="layers", kw_only=True)
-    #: Codec of the disk tiers (engine/kv/cold_codec.py). "": blocks are exact. "int4": a block may be a decoded one.
+    #: Codec of the disk tiers (cold_codec.py). "": blocks are exact. "int4": a block may be a decoded one.
     disk_codec: str = field(default="", kw_only=True)
     states: str = field(default="", kw_only=True)  #: The arrays of a recurrent state, in words. "": the model has none.
     state_bytes: int = field(default=0, kw_only=True)  #: Bytes of the recurrent state of one sequence.

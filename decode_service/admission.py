@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from common.kv_groups import PageOrder
 from common.types import RemotePrefillCost, Role, ValidRequest
-from engine.kv.blocks import Lease
-from engine.kv.disk_tier import NO_LOAD, DiskLoad
 from engine.kv.eviction import Retention
+from engine.kv.lease import Lease
+from engine.kv.tiers.disk_tier import NO_LOAD, DiskLoad
 from engine.schedule.outputs import SchedulerStats
 from pod.runtime import PodRuntime
 

@@ -34,7 +34,7 @@ from common.types import KvTarget, ValidRequest
 from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from decode_service.admission import Admitted
 from decode_service.token_stream import TokenStream
-from engine.kv.blocks import Lease
+from engine.kv.lease import Lease
 from engine.schedule.outputs import SequenceOutput
 from engine.schedule.sequence import Sequence
 from kv_transfer.messages import Commit

@@ -10,8 +10,8 @@ import torch
 from common.errors import ConfigError
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import format_bytes
+from engine.kv.groups.state_pool import EXTRA_SLOTS, StatePool, StateShape
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
-from engine.kv.state_pool import EXTRA_SLOTS, StatePool, StateShape
 from engine.models.base import ModelShape
 
 log = logging.getLogger(__name__)

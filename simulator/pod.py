@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from common.block_hash import matchable_blocks
 from common.types import FinishReason, PodLoad, Role, SamplingParams, ValidRequest
-from engine.kv.blocks import BlockPool, Lease
+from engine.kv.blocks import BlockPool
+from engine.kv.lease import Lease
 from engine.schedule.limits import SchedulerConfig
 from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence as EngineSequence

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.errors import InternalError
 from common.kv_layout import FP8_DTYPE, KVLayout
 from engine.device import require_memory, upload
-from engine.kv.blocks import BlockCopy
+from engine.kv.lease import BlockCopy
 
 #: e4m3 numbers are bytes: few operations of torch accept its 8-bit floats, and the kernels know the format.
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8_DTYPE: torch.uint8}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
+from engine.kv.groups.state_pool import StateShape, StepStates
 from engine.kv.kv_pool import LayerKV
-from engine.kv.state_pool import StateShape, StepStates
 
 #: A forward pass calls this with (i, the residual stream [T, hidden] before layer i, valid during the call only). After
 #: the last layer, i is the number of layers.

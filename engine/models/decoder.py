@@ -18,8 +18,8 @@ from common.errors import ConfigError
 from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterRows, StepAdapters
 from engine.kernels.cpu.compiled import is_available
+from engine.kv.groups.state_pool import LayerState
 from engine.kv.kv_pool import LayerKV
-from engine.kv.state_pool import LayerState
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import can_pack, pack
 from engine.models.gated_delta.layer import DeltaProjections, GatedDelta

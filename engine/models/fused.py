@@ -28,8 +28,8 @@ from engine.kernels.gemm import MAX_SKINNY_ROWS, MIN_SWIGLU_ROWS, gemm_swiglu, g
 from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.latent.write import latent_write
 from engine.kernels.norm import rms_norm, silu_mul
+from engine.kv.groups.state_pool import LayerState
 from engine.kv.kv_pool import LayerKV
-from engine.kv.state_pool import LayerState
 from engine.models.base import ForwardContext
 from engine.models.gated_delta.layer import DeltaProjections, GatedDelta
 from engine.models.layers import Attention, Embedding, LatentAttention, Linear, LinearSlice, RMSNorm

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kv.groups.state_pool import LayerState
 from engine.kv.kv_pool import LayerKV
-from engine.kv.state_pool import LayerState
 from engine.models.base import ForwardContext
 from engine.models.cpu_weights import place, product
 from engine.models.gated_delta.layer import DeltaProjections, GatedDelta

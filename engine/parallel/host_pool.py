@@ -20,8 +20,8 @@ import torch
 from common.errors import InternalError, Unavailable, describe
 from common.process.rank_channel import RankChannel, RankMessage
 from engine.device import make_current
-from engine.kv.host_copier import HostKVPool
 from engine.kv.kv_pool import KVPool
+from engine.kv.tiers.host_copier import HostKVPool
 from engine.parallel.rank_group import HOST_CHANNEL, RankGroup
 
 _log = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from common.kv_layout import KVLayout
 from engine.adapters.slots import AdapterNames, AdapterSlots, sites_of
 from engine.config import EngineConfig
 from engine.device import make_current
-from engine.kv.blocks import BlockCopy
-from engine.kv.host_copier import HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
+from engine.kv.lease import BlockCopy
+from engine.kv.tiers.host_copier import HostKVPool
 from engine.models.base import ForwardContext, Model
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource

@@ -32,8 +32,8 @@ from engine.attention.latent import LatentAttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.device import make_current
-from engine.kv.blocks import BlockCopy
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool, LayerKV
+from engine.kv.lease import BlockCopy
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource, open_model

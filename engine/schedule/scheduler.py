@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from common.errors import BatonError, InternalError, InvalidRequest
 from common.types import MAX_N, FinishReason
-from engine.kv.blocks import BlockCopy, BlockPool, Lease
+from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
-from engine.kv.state_blocks import Snapshot
+from engine.kv.groups.state_blocks import Snapshot
+from engine.kv.lease import BlockCopy, Lease
 from engine.schedule.chunks import ChunkPolicy
 from engine.schedule.limits import SchedulerConfig
 from engine.schedule.outputs import SchedulerStats

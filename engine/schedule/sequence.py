@@ -21,10 +21,10 @@ import numpy as np
 
 from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
-from engine.kv.blocks import Lease
-from engine.kv.disk_tier import DiskLoad
-from engine.kv.grouped_blocks import require_window_groups
-from engine.kv.host_tier import SavedPartialBlock
+from engine.kv.groups.grouped_blocks import require_window_groups
+from engine.kv.lease import Lease
+from engine.kv.tiers.disk_tier import DiskLoad
+from engine.kv.tiers.host_tier import SavedPartialBlock
 from engine.models.pooling import Pooling
 from engine.sampling.constraint import Constraint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.kv.state_blocks import StateBlockPool, require_states
+from engine.kv.groups.state_blocks import StateBlockPool, require_states
 from engine.schedule.scheduler import ScheduledSequence
 
 

@@ -28,8 +28,8 @@ from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.grouped import GroupedAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.device import upload
+from engine.kv.groups.state_pool import StatePool, StepStates
 from engine.kv.kv_pool import KVPool
-from engine.kv.state_pool import StatePool, StepStates
 from engine.models.base import ForwardContext, LayerHook, Model
 from engine.sampling.sampler import token_logprobs
 from engine.schedule.scheduler import ScheduledSequence

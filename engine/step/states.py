@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.device import upload
-from engine.kv.state_blocks import Snapshot, require_states
-from engine.kv.state_pool import StatePool, StateRow, StepStates
+from engine.kv.groups.state_blocks import Snapshot, require_states
+from engine.kv.groups.state_pool import StatePool, StateRow, StepStates
 from engine.schedule.scheduler import ScheduledSequence
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.device import upload
-from engine.kv.blocks import Lease
+from engine.kv.lease import Lease
 from engine.sampling.sampler import Sampled, SampleRow, sample, token_logprobs
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.sequence import DraftTokens

@@ -14,8 +14,8 @@ import torch
 
 from common.errors import ConfigError
 from common.types import SamplingParams, Token
-from engine.kv.cold_codec import BlockCodec
-from engine.kv.disk_tier import DiskTier
+from engine.kv.tiers.cold_codec import BlockCodec
+from engine.kv.tiers.disk_tier import DiskTier
 from engine.llm import LLM
 from tests.rigs.pods.harness import MAX_LEN, VOCAB, Cluster, Pod, prompt_of, request
 

@@ -15,8 +15,8 @@ import torch
 
 from common.errors import ConfigError
 from common.types import SamplingParams
-from engine.kv.disk_copier import take_slot
-from engine.kv.disk_tier import DiskTier
+from engine.kv.tiers.disk_copier import take_slot
+from engine.kv.tiers.disk_tier import DiskTier
 from engine.llm import LLM
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, prompt_of
 
@@ -160,8 +160,8 @@ def test_a_prompt_waits_for_its_load_while_others_run(
 ) -> None:
     llm = make(model_dir, filled)
     tier = settled(llm)
-    monkeypatch.setattr("engine.kv.disk_tier.MIN_WAIT_S", WAIT_S)
-    monkeypatch.setattr("engine.kv.disk_tier.MAX_WAIT_S", WAIT_S)
+    monkeypatch.setattr("engine.kv.tiers.disk_tier.MIN_WAIT_S", WAIT_S)
+    monkeypatch.setattr("engine.kv.tiers.disk_tier.MAX_WAIT_S", WAIT_S)
     may_read, real = threading.Event(), tier.store.read
 
     def late(keys: list[bytes], targets: list[memoryview]) -> int:

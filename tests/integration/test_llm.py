@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import engine.engine
-import engine.kv.host_copier
+import engine.kv.tiers.host_copier
 import engine.loop
 from common.errors import ConfigError, InvalidRequest
 from common.model.directory import smollm2_dir as known_dir
@@ -191,7 +191,7 @@ def test_calls_of_several_threads_take_turns(tiny: LLM, monkeypatch: pytest.Monk
 def test_every_thread_that_computes_is_on_the_engine_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches kernels on the current device of the calling thread."""
     seen: set[tuple[str, torch.device]] = set()
-    for module in (engine.engine, engine.loop, engine.kv.host_copier):
+    for module in (engine.engine, engine.loop, engine.kv.tiers.host_copier):
         monkeypatch.setattr(module, "make_current", lambda device: seen.add((threading.current_thread().name, device)))
     llm = LLM(bare_model(tmp_path, SMALL), **SETTINGS, host_cache=1 << 20)
     llm.generate([[1]], GREEDY)

@@ -44,9 +44,9 @@ from engine.kernels.latent.write import latent_write
 from engine.kernels.quantized import activations, choice, dequantize, linear
 from engine.kernels.quantized.device_weight import DeviceWeight, prepare
 from engine.kernels.quantized.product import Tile
+from engine.kv.groups.state_blocks import Snapshot
+from engine.kv.groups.state_pool import LayerState, StateRow
 from engine.kv.kv_pool import LayerKV
-from engine.kv.state_blocks import Snapshot
-from engine.kv.state_pool import LayerState, StateRow
 from engine.quantization.weight import QuantizedWeight
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampleRow

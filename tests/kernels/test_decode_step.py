@@ -22,7 +22,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.cuda_graphs import batch_buckets
 from engine.kernels.decode_inputs import DecodeInputs, blocks_touched, decode_inputs, packed_width
 from engine.kv.blocks import BlockPool
-from engine.kv.grouped_blocks import make_block_pool
+from engine.kv.groups.grouped_blocks import make_block_pool
 from engine.kv.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, parse_spec

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from engine.kernels.gated_delta.layer import gated_delta
 from engine.kernels.gated_delta.rows import device_rows
-from engine.kv.state_blocks import Snapshot, StateBlockPool
-from engine.kv.state_pool import LayerState, StatePool, StateRow, StateShape
+from engine.kv.groups.state_blocks import Snapshot, StateBlockPool
+from engine.kv.groups.state_pool import LayerState, StatePool, StateRow, StateShape
 from engine.models.gated_delta.layer import DeltaProjections
 from engine.models.gated_delta.rule import gated_delta_torch
 from engine.step.states import StateTable

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from common.types import SamplingParams, Token
-from engine.kv.grouped_blocks import GroupedBlockPool
+from engine.kv.groups.grouped_blocks import GroupedBlockPool
 from engine.models.spec import parse_spec
 from engine.schedule.sequence import Sequence
 from engine.step.prompt_step import PromptBucket

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.kv_layout import KVLayout
 from common.types import SamplingParams
-from engine.kv.host_copier import HostKVPool
 from engine.kv.kv_pool import KVPool
+from engine.kv.tiers.host_copier import HostKVPool
 from engine.llm import LLM
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,7 +11,7 @@ import torch
 from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.kv.blocks import BlockPool
-from engine.kv.grouped_blocks import GroupedBlockPool
+from engine.kv.groups.grouped_blocks import GroupedBlockPool
 from engine.llm import LLM
 from engine.schedule.sequence import Sequence as EngineSequence
 from tests.kv_groups.families import BLOCK, CHUNK, FAMILIES, check, check_tokens, prompt, save

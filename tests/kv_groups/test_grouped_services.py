@@ -15,7 +15,7 @@ from common.errors import BatonError, LayoutMismatch, Overloaded
 from common.kv_groups import PageOrder
 from common.kv_layout import KVLayout
 from common.types import Role, ValidRequest
-from engine.kv.grouped_blocks import GroupedBlockPool
+from engine.kv.groups.grouped_blocks import GroupedBlockPool
 from engine.schedule.sequence import Sequence as EngineSequence
 from gateway.pods.info import PodInfo
 from kv_transfer.backend.loopback import LoopbackFault

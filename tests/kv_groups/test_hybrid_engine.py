@@ -11,7 +11,7 @@ import torch
 
 from common.errors import ConfigError
 from common.types import FinishReason, SamplingParams, ValidRequest
-from engine.kv.state_blocks import StateBlockPool, StateLease
+from engine.kv.groups.state_blocks import StateBlockPool, StateLease
 from engine.llm import LLM, Completion
 from engine.schedule.sequence import Sequence as EngineSequence
 from tests.rigs.engine.hybrid_models import HYBRID_CASES, save_hybrid

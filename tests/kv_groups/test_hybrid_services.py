@@ -14,7 +14,7 @@ import torch
 
 from common.errors import BatonError, ConfigError, LayoutMismatch
 from common.types import Role, ValidRequest
-from engine.kv.state_blocks import StateBlockPool
+from engine.kv.groups.state_blocks import StateBlockPool
 from engine.schedule.sequence import Sequence as EngineSequence
 from kv_transfer.backend.loopback import LoopbackFault
 from tests.kv_groups.families import BLOCK, CHUNK, check_tokens, prompt

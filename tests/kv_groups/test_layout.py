@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.kv_groups import MAX_SHORT_OVERHEAD, first_live_block, split_layers, tail_blocks
 from common.kv_layout import KVLayout, LayerGroup
-from engine.kv.grouped_blocks import GroupedBlockPool
+from engine.kv.groups.grouped_blocks import GroupedBlockPool
 from engine.kv.kv_pool import KVPool
 
 Windows = tuple[int | None, ...]

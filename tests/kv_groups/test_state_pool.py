@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.kv_groups import PageOrder
-from engine.kv.blocks import BlockCopy, BlockPin, StepFence
-from engine.kv.state_blocks import Snapshot, StateBlockPool, StateLease, require_states
+from engine.kv.groups.state_blocks import Snapshot, StateBlockPool, StateLease, require_states
+from engine.kv.lease import BlockCopy, BlockPin, StepFence
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.states import plan_states
 

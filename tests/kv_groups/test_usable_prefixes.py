@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv.usable_prefixes import UsablePrefixes
+from engine.kv.groups.usable_prefixes import UsablePrefixes
 
 
 def tree(parents: list[int], *tails: int) -> UsablePrefixes:

@@ -13,8 +13,8 @@ from common.errors import ConfigError
 from common.kv_layout import KVLayout
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
+from engine.kv.groups.state_pool import StatePool, StateRow, StepStates
 from engine.kv.kv_pool import KVPool
-from engine.kv.state_pool import StatePool, StateRow, StepStates
 from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder

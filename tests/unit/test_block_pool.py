@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.errors import InternalError
 from common.types import PoolCounts
-from engine.kv.blocks import BlockPin, BlockPool, Lease, StepFence
+from engine.kv.blocks import BlockPool
+from engine.kv.lease import BlockPin, Lease, StepFence
 
 Path = tuple[int, ...]
 

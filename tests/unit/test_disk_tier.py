@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InternalError
-from engine.kv.disk_tier import DiskLoad, HostWrite, saves_time
-from engine.kv.segment_store import SegmentStore, StoredBlock
+from engine.kv.tiers.disk_tier import DiskLoad, HostWrite, saves_time
+from engine.kv.tiers.segment_store import SegmentStore, StoredBlock
 from tests.rigs.engine.fake_copier import RUBBISH
 from tests.unit.test_host_tier import Caches, chain
 from tests.unit.test_host_tier import Path as TokenPath

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from common.types import SamplingParams, ValidRequest
-from engine.kv.blocks import BlockPool, Lease
+from engine.kv.blocks import BlockPool
 from engine.kv.eviction import LeafOrder, Priority, Retention
+from engine.kv.lease import Lease
 from engine.kv.prefix_cache import PrefixCache
 from tests.unit.test_block_pool import PoolMachine
 

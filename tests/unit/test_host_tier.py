@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from common.errors import InternalError
 from common.types import FinishReason, SamplingParams
-from engine.kv.blocks import BlockPool, Lease
+from engine.kv.blocks import BlockPool
+from engine.kv.lease import Lease
 from engine.schedule.outputs import StepResult
 from tests.rigs.engine.fake_copier import FakeCopier
 from tests.rigs.engine.late_device import World, answer

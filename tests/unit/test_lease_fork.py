@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.errors import InternalError
-from engine.kv.blocks import BlockCopy, BlockPool, Lease, StepFence
+from engine.kv.blocks import BlockPool
+from engine.kv.lease import BlockCopy, Lease, StepFence
 
 SIZE = 4
 

@@ -13,7 +13,7 @@ from engine.kernels.gated_delta.chunks import delta_chunks
 from engine.kernels.gated_delta.convolution import convolve
 from engine.kernels.gated_delta.decode import delta_decode, gated_norm
 from engine.kernels.gated_delta.rows import DeviceRows
-from engine.kv.state_pool import LayerState
+from engine.kv.groups.state_pool import LayerState
 
 
 def gated_delta(

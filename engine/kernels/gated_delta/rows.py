@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.device import upload
-from engine.kv.state_pool import StateRow
+from engine.kv.groups.state_pool import StateRow
 
 CHUNK = 64  # Tokens of a chunk.
 

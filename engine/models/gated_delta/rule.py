@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kv.state_pool import LayerState, StateRow
+from engine.kv.groups.state_pool import LayerState, StateRow
 from engine.models.gated_delta.layer import DeltaProjections, GatedDelta
 
 CHUNK = 64  # Tokens of a chunk.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.kv.state_pool import StateShape
+from engine.kv.groups.state_pool import StateShape
 from engine.models.base import ModelShape
 from engine.models.spec.rope import RopeSpec
 

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 
 from common.errors import BlockDamaged
 from engine.kv.blocks import BlockPool
-from engine.kv.host_tier import HostCopy
+from engine.kv.tiers.host_tier import HostCopy
 
 RUBBISH = -1
 

@@ -30,9 +30,10 @@ from typing import Any, NamedTuple
 
 from common.errors import InternalError
 from common.kv_groups import PageOrder
-from engine.kv.blocks import BlockCopy, BlockPin, BlockPool, Lease, StepFence
+from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
-from engine.kv.host_tier import SavedPartialBlock
+from engine.kv.lease import BlockCopy, BlockPin, Lease, StepFence
+from engine.kv.tiers.host_tier import SavedPartialBlock
 
 NO_SLOT = -1
 

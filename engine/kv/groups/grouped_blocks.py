@@ -18,11 +18,12 @@ from common.block_hash import HASH_BYTES
 from common.errors import InternalError
 from common.kv_groups import PageOrder, blocks_that_fit, first_live_block, tail_blocks
 from common.kv_layout import KVLayout
-from engine.kv.blocks import BlockCopy, BlockPin, BlockPool, Lease
+from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
-from engine.kv.host_tier import SavedPartialBlock
+from engine.kv.groups.usable_prefixes import UsablePrefixes
+from engine.kv.lease import BlockCopy, BlockPin, Lease
 from engine.kv.prefix_cache import PrefixCache
-from engine.kv.usable_prefixes import UsablePrefixes
+from engine.kv.tiers.host_tier import SavedPartialBlock
 
 NO_PAGE = -1
 HOST_COPY_BYTES = 32 << 20  # Bytes of one copy to the host. It takes 0.6 ms over PCIe, and a load may wait that long.

@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 from common.block_hash import HASH_BYTES
 from common.errors import describe
-from engine.kv.cold_codec import BlockCodec
 from engine.kv.prefix_cache import HashesCallback
+from engine.kv.tiers.cold_codec import BlockCodec
 
 log = logging.getLogger(__name__)
 

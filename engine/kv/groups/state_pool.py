@@ -6,7 +6,7 @@
 
 A live state belongs to a running sequence, and each of its steps overwrites it. A snapshot is a copy of it. The zero
 slot stays zero: a copy of it starts a sequence without a prefix. Padding rows write to the dummy slot.
-`engine/kv/state_blocks.py` decides which slot is used for what.
+`engine/kv/groups/state_blocks.py` decides which slot is used for what.
 
 The states have slots of their own, because they do not fit pages: a state of Qwen3.5-35B-A3B has 61 MiB, a page of its
 ten layers with KV has 320 KiB, and 197 neighbouring pages would have to be free at once. An engine's slots lie in the
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kv.state_blocks import Snapshot
+from engine.kv.groups.state_blocks import Snapshot
 
 ALIGNMENT = 256  # Bytes; of each segment of a slot.
 EXTRA_SLOTS = 2  # The zero slot and the dummy slot.

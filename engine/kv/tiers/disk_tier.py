@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.kv.host_tier import NO_PARENT, HostTier
 from engine.kv.prefix_cache import PrefixCache
-from engine.kv.segment_store import SegmentStore
+from engine.kv.tiers.host_tier import NO_PARENT, HostTier
+from engine.kv.tiers.segment_store import SegmentStore
 
 MIN_HOST_BLOCKS = 16  # A smaller host tier has no room for blocks under way
 MAX_LOADS = 64  # Loads that wait for the thread; further prompts are computed

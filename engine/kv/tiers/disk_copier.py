@@ -18,10 +18,10 @@ from pathlib import Path
 from common.errors import ConfigError, describe
 from common.kv_layout import KVLayout
 from engine.kv.blocks import BlockPool, CacheCallbacks
-from engine.kv.cold_codec import codec_of
-from engine.kv.disk_tier import MIN_HOST_BLOCKS, DiskTier, HostWrite
-from engine.kv.host_copier import HostCopier
-from engine.kv.segment_store import SegmentStore, StoredBlock
+from engine.kv.tiers.cold_codec import codec_of
+from engine.kv.tiers.disk_tier import MIN_HOST_BLOCKS, DiskTier, HostWrite
+from engine.kv.tiers.host_copier import HostCopier
+from engine.kv.tiers.segment_store import SegmentStore, StoredBlock
 
 log = logging.getLogger(__name__)
 

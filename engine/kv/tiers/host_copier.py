@@ -16,8 +16,8 @@ import torch
 
 from common.errors import BlockDamaged, ConfigError, InternalError, describe
 from engine.device import make_current
-from engine.kv.host_tier import HostCopy, HostTier
 from engine.kv.kv_pool import KVPool
+from engine.kv.tiers.host_tier import HostCopy, HostTier
 
 log = logging.getLogger(__name__)
 STOP_S = 10.0  # Longest wait of `stop` for the copy under way
