@@ -30,7 +30,7 @@ from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
 from engine.adapters.packed import Adapter
-from engine.adapters.slots import AdapterNames, AdapterSlots
+from engine.adapters.slots import AdapterSlots, HostAdapters
 from engine.attention.fixed_order import FixedOrderAttention, RowWiseAttention, check_deterministic
 from engine.attention.grouped import make_attention
 from engine.attention.latent import LatentAttentionBackend
@@ -197,7 +197,7 @@ class Engine:
         model = self._builder.load(max_len, dtype, keep_head=draft is not None)
         part = self._builder.own_part(model)
         make_draft = None if draft is None else draft.load(part, max_len, device, TORCH_DTYPES[dtype])
-        self._adapters: AdapterNames | None = None
+        self._adapters: HostAdapters | None = None
         self._slots: AdapterSlots | None = None
         if config.max_adapters:
             room = config.max_adapters, config.max_adapter_rank
@@ -312,7 +312,7 @@ class Engine:
         )
 
     @property
-    def adapters(self) -> AdapterNames:
+    def adapters(self) -> HostAdapters:
         """The LoRA adapters on the host. Raises InvalidRequest if the engine has no room for adapters."""
         if self._adapters is None:
             raise InvalidRequest("the engine has no adapters: set max_adapters", field="adapter")
@@ -329,7 +329,7 @@ class Engine:
     def add_adapter(self, directory: Path, name: str) -> Adapter:
         """Loads an adapter in PEFT's format to the host, under a new name or in place of another. Any thread.
 
-        Requests that are under way stay with the old one. Raises as `AdapterNames.read` does.
+        Requests that are under way stay with the old one. Raises as `HostAdapters.read` does.
         """
         return self.adapters.add(directory, name)
 

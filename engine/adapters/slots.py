@@ -67,7 +67,7 @@ def unsupported(model: str) -> ConfigError:
     return ConfigError(f"max_adapters: adapters over {model} are not supported: leave it 0", field="max_adapters")
 
 
-class AdapterNames:
+class HostAdapters:
     """The adapters on the host. Any thread may use it."""
 
     def __init__(self, sites: DecoderSites, dtype: torch.dtype, max_rank: int, *, pin: bool) -> None:

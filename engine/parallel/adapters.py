@@ -1,6 +1,6 @@
 """LoRA adapters of a tensor-parallel engine: every rank has its own part of each adapter.
 
-    rank 0: MirroredNames -- "hold", parts --> rank r: RankAdapters, host memory     channel "adapters"
+    rank 0: MirroredAdapters -- "hold", parts --> rank r: RankAdapters, host memory     channel "adapters"
             MirroredSlots -- "put", "drop" --> rank r: slots on the device           channel "engine", between steps
 
 Rank 0 alone reads files: it cuts an adapter for every rank and sends the parts, so ranks cannot have different ones. An
@@ -29,7 +29,7 @@ from engine.adapters.packed import TABLE_WIDTH, Adapter, pack_adapter
 from engine.adapters.peft import AdapterFile
 from engine.adapters.rows import StepAdapters
 from engine.adapters.sites import MAX_PARTS, DecoderSites
-from engine.adapters.slots import AdaptedSequence, AdapterNames, AdapterSlots, sites_of
+from engine.adapters.slots import AdaptedSequence, AdapterSlots, HostAdapters, sites_of
 from engine.device import make_current
 from engine.kv.kv_pool import TORCH_DTYPES
 from engine.models.decoder import Decoder
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 HOLD_S = 30.0  # Longest wait until all ranks hold an adapter.
 
 
-class MirroredNames(AdapterNames):
+class MirroredAdapters(HostAdapters):
     """The adapters on the host of rank 0. The other ranks hold their parts of the same adapters."""
 
     def __init__(
@@ -122,7 +122,7 @@ class MirroredNames(AdapterNames):
 class MirroredSlots(AdapterSlots):
     """The slots of rank 0. The other ranks put their parts of the same adapters into the same slots."""
 
-    def __init__(self, names: MirroredNames, rank_group: RankGroup, *place: Any) -> None:
+    def __init__(self, names: MirroredAdapters, rank_group: RankGroup, *place: Any) -> None:
         super().__init__(*place)
         self._unused, self._rank_group = names.unused, rank_group
 

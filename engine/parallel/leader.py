@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, InternalError, describe
 from common.kv_layout import KVLayout
-from engine.adapters.slots import AdapterNames, AdapterSlots, sites_of
+from engine.adapters.slots import AdapterSlots, HostAdapters, sites_of
 from engine.config import EngineConfig
 from engine.device import make_current
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
@@ -31,7 +31,7 @@ from engine.models.base import ForwardContext, Model
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
 from engine.models.spec import UNSHARDED, Shard, shard_error
-from engine.parallel.adapters import MirroredNames, MirroredSlots, pack_slots
+from engine.parallel.adapters import MirroredAdapters, MirroredSlots, pack_slots
 from engine.parallel.collectives import TIMEOUT_S, Collectives, load_shard, open_store, pack_step
 from engine.parallel.host_pool import MirroredHostPool
 from engine.parallel.rank_group import RankGroup
@@ -60,10 +60,10 @@ class EngineBuilder:
         """Makes the host tier's memory for every device. checksums: other ranks check the blocks that they load."""
         return HostKVPool(kv, num_host_blocks)
 
-    def adapters(self, model: Model, count: int, max_rank: int, dtype: str) -> tuple[AdapterNames, AdapterSlots]:
+    def adapters(self, model: Model, count: int, max_rank: int, dtype: str) -> tuple[HostAdapters, AdapterSlots]:
         """Makes host memory and `count` slots for adapters on every device. ConfigError if the model has none."""
         sites, kind = sites_of(model), TORCH_DTYPES[dtype]
-        names = AdapterNames(sites, kind, max_rank, pin=self._device.type == "cuda")
+        names = HostAdapters(sites, kind, max_rank, pin=self._device.type == "cuda")
         return names, AdapterSlots(sites, count, max_rank, self._device, kind)
 
     def own_part(self, model: Model) -> Model:
@@ -193,10 +193,12 @@ class TensorParallelBuilder(EngineBuilder):
             raise rank_group.fail(f"rank 0 did not connect to the other ranks within {TIMEOUT_S:g} s")
         return connected.result()
 
-    def adapters(self, model: Model, count: int, max_rank: int, dtype: str) -> tuple[AdapterNames, AdapterSlots]:
+    def adapters(self, model: Model, count: int, max_rank: int, dtype: str) -> tuple[HostAdapters, AdapterSlots]:
         sites = sites_of(self.own_part(model), self.shard)
         self._rank_group.call("adapters", count=count, max_rank=max_rank, dtype=dtype)
-        names = MirroredNames(sites, TORCH_DTYPES[dtype], max_rank, self._rank_group, pin=self._device.type == "cuda")
+        names = MirroredAdapters(
+            sites, TORCH_DTYPES[dtype], max_rank, self._rank_group, pin=self._device.type == "cuda"
+        )
         place = sites, count, max_rank, self._device, TORCH_DTYPES[dtype]
         return names, MirroredSlots(names, self._rank_group, *place)
 

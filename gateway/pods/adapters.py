@@ -1,6 +1,6 @@
 """LoRA adapters as a gateway sees them: what each pod has, and what an adapter's name means for a model.
 
-    pod --Info: the list has changed--> ListAdapters --> AdapterLoader.entries --> AdapterNames, the newest of all pods
+    pod --Info: the list has changed--> ListAdapters --> AdapterLoader.entries --> KnownAdapters, the newest of all pods
     request with a digest that the pod lacks --> AdapterLoader.load --> LoadAdapter
 
 Names are only for clients. Requests to pods have the adapter's digest.
@@ -32,7 +32,7 @@ MAX_FORMER = 256
 MAX_REMOVED = 1024
 
 
-class AdapterNames:
+class KnownAdapters:
     """The adapters of one model by name: of each name the newest meaning that a pod or this gateway knows."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from common.errors import IndexUnavailable, Unavailable, describe
 from common.pb import control_pb2
 from common.tls import TlsFiles
 from common.types import Role
-from gateway.pods.adapters import AdapterNames
+from gateway.pods.adapters import KnownAdapters
 from gateway.pods.fitness import compare_speeds
 from gateway.pods.info import ModelLimits, PodInfo
 from gateway.pods.pod import Pod
@@ -144,7 +144,7 @@ class PodTable:
         self.pods: dict[str, Pod] = {}  #: All known pods by address, usable or not.
         self._static = tuple(static)  #: Addresses from the configuration.
         self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
-        self.adapters = AdapterNames()  #: The model's LoRA adapters by name.
+        self.adapters = KnownAdapters()  #: The model's LoRA adapters by name.
         self._model = model
         self._new_pod = partial(
             Pod,

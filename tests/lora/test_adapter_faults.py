@@ -116,7 +116,7 @@ def test_a_pipe_is_no_settings_file(tmp_path: Path) -> None:
 
 
 def test_a_name_in_use_is_never_forgotten() -> None:
-    names = seen.AdapterNames()
+    names = seen.KnownAdapters()
     stable = AdapterEntry("stable", "a" * 32, path="x", version=1)
     names.update([stable])
     for number in range(1, 3 * seen.MAX_FORMER):
@@ -130,7 +130,7 @@ def test_a_name_in_use_is_never_forgotten() -> None:
 
 
 def test_removed_names_are_bounded() -> None:
-    names = seen.AdapterNames()
+    names = seen.KnownAdapters()
     for number in range(seen.MAX_REMOVED + 10):
         names.update(
             [AdapterEntry(f"n{number}", "1" * 32, version=1), AdapterEntry(f"n{number}", "", version=number + 2)]

@@ -208,7 +208,7 @@ MEANINGS = [AdapterEntry(name, digest * 32, version=v) for name in "ab" for dige
 
 @given(st.permutations(MEANINGS), st.integers(1, len(MEANINGS)))
 def test_gateways_agree_whatever_they_hear_first(meanings: list[AdapterEntry], first: int) -> None:
-    names, same = pod_adapters.AdapterNames(), pod_adapters.AdapterNames()
+    names, same = pod_adapters.KnownAdapters(), pod_adapters.KnownAdapters()
     names.update(meanings[:first])
     names.update([*meanings[first:], *meanings[:first]])
     same.update(MEANINGS)
@@ -216,7 +216,7 @@ def test_gateways_agree_whatever_they_hear_first(meanings: list[AdapterEntry], f
 
 
 def test_the_newest_meaning_of_a_name_counts() -> None:
-    names = pod_adapters.AdapterNames()
+    names = pod_adapters.KnownAdapters()
     old, new = AdapterEntry("a", "1" * 32, version=1), AdapterEntry("a", "2" * 32, version=2)
     for entries in ([new], [old], [AdapterEntry("b", "", version=5)]):
         names.update(entries)

@@ -18,7 +18,7 @@ from engine.adapters.rows import NO_ADAPTER
 from engine.adapters.slots import AdapterSlots, sites_of
 from engine.models.decoder import Decoder
 from engine.models.spec import Shard, parse_spec
-from engine.parallel.adapters import MirroredNames, MirroredSlots, RankAdapters
+from engine.parallel.adapters import MirroredAdapters, MirroredSlots, RankAdapters
 from tests.rigs.engine.bare_model import LLAMA
 
 CPU, SIZE, SLOTS, MAX_RANK = torch.device("cpu"), 2, 2, 16
@@ -72,7 +72,7 @@ class Ranks:
             check_alive=lambda: None,
             send=lambda kind, **fields: self.rank.inbox.append(RankMessage(kind, fields, b"")),
         )
-        self.names = MirroredNames(SITES[0], torch.float32, MAX_RANK, group, pin=False)
+        self.names = MirroredAdapters(SITES[0], torch.float32, MAX_RANK, group, pin=False)
         self.slots = MirroredSlots(self.names, group, SITES[0], SLOTS, MAX_RANK, CPU, torch.float32)
         self.running, self.waiting = list[Any](), list[Any]()
 
