@@ -39,11 +39,11 @@ from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import gpu_start_lock, make_current, require_memory
 from engine.hybrid import check_hybrid, make_states, num_states, state_layout
-from engine.kv.blocks import CacheCallbacks
 from engine.kv.groups.grouped_blocks import make_block_pool
 from engine.kv.groups.state_blocks import StateBlockPool
 from engine.kv.groups.state_pool import EXTRA_SLOTS
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
+from engine.kv.ledger import CacheCallbacks
 from engine.kv.tiers.cold_codec import check_codec
 from engine.kv.tiers.disk_copier import start_disk_tier
 from engine.kv.tiers.host_copier import HostCopier, HostKVPool

@@ -16,7 +16,7 @@ from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import open_channel
 from common.tls import TlsFiles
 from common.types import Role
-from engine.kv.blocks import CacheCallbacks
+from engine.kv.ledger import CacheCallbacks
 from prefix_index.publisher import IndexPublisher, read_name_owner
 from prefix_index.reader import IndexReader
 from prefix_index.store import CacheTier, PodRecord

@@ -35,7 +35,7 @@ from common.tracing.tracer import TraceContext, Tracer
 from common.types import PodLoad, Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, layout_to_pb, load_to_pb, pool_counts_to_pb, role_to_pb
 from engine.engine import Engine
-from engine.kv.lease import BlockPin
+from engine.kv.ledger import BlockPin
 from engine.loop import EngineLoop
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport

@@ -39,7 +39,7 @@ from common.pb import prefill_pb2
 from common.tracing.tracer import TraceContext
 from common.types import FinishReason, KvTarget, PromptLogprobs, Token
 from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
-from engine.kv.lease import BlockPin
+from engine.kv.ledger import BlockPin
 from engine.schedule.outputs import SequenceOutput
 from engine.schedule.sequence import Sequence
 from kv_transfer.messages import TransferReport

@@ -1,20 +1,15 @@
-"""What holds blocks of a pool: the lease of a sequence, pins of transfers and copies, fences of steps.
-
-A holder is made by the pool, whose counts it changes under the pool's lock; blocks.py has the states of a block.
-"""
+"""The lease of a sequence on blocks of a pool, which makes it. ledger.py has the states of a block."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from common.errors import BatonError, InternalError
 from common.kv_groups import PageOrder
 from engine.kv.eviction import Retention
+from engine.kv.ledger import BlockLedger, BlockPin
 from engine.kv.tiers.host_tier import HostLoad
-
-if TYPE_CHECKING:
-    from engine.kv.blocks import BlockPool
 
 
 class BlockCopy(NamedTuple):
@@ -22,69 +17,6 @@ class BlockCopy(NamedTuple):
 
     source: int
     target: int
-
-
-class BlockPin:
-    """Keeps blocks from reuse while a writer or a reader outside the request may touch them. Thread-safe."""
-
-    __slots__ = ("_counts", "_pool", "blocks", "is_writer", "pinned")
-
-    def __init__(self, pool: BlockPool, blocks: Sequence[int], *, is_writer: bool) -> None:
-        """Made by a lease or the pool, under the lock."""
-        self.blocks = tuple(blocks)  # The physical blocks, in logical order
-        self.is_writer = is_writer
-        self.pinned = set(self.blocks)  # The blocks that are not released yet
-        self._pool = pool
-        self._counts = pool._writers if is_writer else pool._readers
-        pool._acquire(self.blocks, self._counts)
-        pool._pins.add(self)
-
-    def release(self, blocks: Sequence[int] | None = None) -> None:
-        """Releases physical blocks (None for all); skips blocks released before. InternalError for other blocks."""
-        with self._pool.lock:
-            if blocks is not None and not set(blocks).issubset(self.blocks):
-                raise InternalError(f"blocks {sorted(set(blocks).difference(self.blocks))} do not belong to this pin")
-            self.release_locked(self.pinned if blocks is None else self.pinned.intersection(blocks))
-
-    def release_locked(self, released: Collection[int] | None = None) -> None:
-        """`release` of blocks that are still pinned (None for all), for a caller that holds the lock."""
-        released = self.pinned if released is None else released
-        if released:
-            self._pool._release([b for b in reversed(self.blocks) if b in released], self._counts)
-            self.pinned = self.pinned.difference(released)
-            if not self.pinned:
-                self._pool._pins.discard(self)
-
-
-class StepFence:
-    """Keeps blocks that leases release during a step, and those that the step copies from, until the step has ended.
-
-    A step may read and write the blocks that it was launched with, whatever an abort or a preemption does to their
-    leases meanwhile. This is the epoch scheme of Fraser (Practical lock-freedom, 2004): the cost does not depend on the
-    number of blocks that the step uses.
-    """
-
-    __slots__ = ("_pool", "blocks")
-
-    def __init__(self, pool: BlockPool) -> None:
-        """Made by the pool, under the lock."""
-        self.blocks, pool._copy_sources = pool._copy_sources, []  # Blocks to release when the step ends
-        self._pool = pool
-        pool._fences.append(self)
-
-    def end(self) -> None:
-        """Call when the step has ended. Idempotent, thread-safe, in any order: blocks wait for older open steps."""
-        pool = self._pool
-        with pool.lock:
-            if self not in pool._fences:
-                return
-            position = pool._fences.index(self)
-            del pool._fences[position]
-            if position:
-                pool._fences[position - 1].blocks.extend(self.blocks)
-            else:
-                pool._release(self.blocks, pool._holds)
-            self.blocks = []
 
 
 class Lease:
@@ -101,7 +33,7 @@ class Lease:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockLedger,
         blocks: list[int],
         num_registered: int,
         *,

@@ -29,7 +29,8 @@ from common.errors import BatonError, InternalError, describe
 from common.grammar.compiler import MASK_LIMIT_S
 from common.types import FinishReason, PromptLogprobs, Token
 from engine.kv.blocks import BlockPool
-from engine.kv.lease import Lease, StepFence
+from engine.kv.lease import Lease
+from engine.kv.ledger import StepFence
 from engine.sampling.mask_jobs import STEP_WAIT_S, MaskJob, run_jobs
 from engine.schedule.outputs import EngineCounters, Inbox, OnStep, SequenceOutput, StepResult
 from engine.schedule.scheduler import NO_DRAFTS, ScheduledSequence, Scheduler

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.kv_groups import PageOrder, tail_blocks
 from engine.kv.blocks import BlockPool
 from engine.kv.groups.grouped_blocks import NO_PAGE, GroupedBlockPool, GroupedLease, require_window_groups
-from engine.kv.lease import BlockPin, Lease, StepFence
+from engine.kv.lease import Lease
+from engine.kv.ledger import BlockPin, StepFence
 
 SIZE, WINDOWS, PAGES = 2, (3, 6), 40
 TAILS = [tail_blocks(window, SIZE) for window in WINDOWS]

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.kv_groups import PageOrder
 from engine.kv.groups.state_blocks import Snapshot, StateBlockPool, StateLease, require_states
-from engine.kv.lease import BlockCopy, BlockPin, StepFence
+from engine.kv.lease import BlockCopy
+from engine.kv.ledger import BlockPin, StepFence
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.states import plan_states
 

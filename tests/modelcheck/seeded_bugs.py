@@ -53,7 +53,7 @@ SEEDED_BUGS = {
         Removal(_RECEIVER, "_complete", "return []", nth=1), "is used, but block"
     ),
     "double free on abort and commit": SeededBug(
-        Removal("engine.kv.blocks", "_release", "continue"), "pool is inconsistent"
+        Removal("engine.kv.ledger", "_release", "continue"), "pool is inconsistent"
     ),
     "quarantine skipped": SeededBug(Removal(_RECEIVER, "drained", "return self.writer_ended(now)"), _NOT_OWNED),
 }

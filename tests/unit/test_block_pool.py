@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.errors import InternalError
 from common.types import PoolCounts
 from engine.kv.blocks import BlockPool
-from engine.kv.lease import BlockPin, Lease, StepFence
+from engine.kv.lease import Lease
+from engine.kv.ledger import BlockPin, StepFence
 
 Path = tuple[int, ...]
 

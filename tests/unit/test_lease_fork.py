@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.errors import InternalError
 from engine.kv.blocks import BlockPool
-from engine.kv.lease import BlockCopy, Lease, StepFence
+from engine.kv.lease import BlockCopy, Lease
+from engine.kv.ledger import StepFence
 
 SIZE = 4
 

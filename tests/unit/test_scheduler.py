@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from common.errors import BatonError, ConfigError, InvalidRequest
 from common.types import FinishReason, SamplingParams, ValidRequest
 from engine.kv.blocks import BlockPool
-from engine.kv.lease import BlockPin, Lease
+from engine.kv.lease import Lease
+from engine.kv.ledger import BlockPin
 from engine.schedule.limits import SchedulerConfig
 from engine.schedule.scheduler import ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence

@@ -4,7 +4,7 @@
     window_tables[0]  |  - |  - |  - | p6 | p7 |    |      first_live[0] = 3; the next `cover` adds a page for block 5
     window_tables[1]  |  - |  - |  - | p8 | p9 |    |
 
-common/kv_groups.py has the rules. Full pages follow the rules of engine/kv/blocks.py. A window page of a block is
+common/kv_groups.py has the rules. Full pages follow the rules of engine/kv/ledger.py. A window page of a block is
 registered in the prefix cache under the block's hash and the number of its group, without a parent.
 """
 
@@ -21,7 +21,8 @@ from common.kv_layout import KVLayout
 from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
 from engine.kv.groups.usable_prefixes import UsablePrefixes
-from engine.kv.lease import BlockCopy, BlockPin, Lease
+from engine.kv.lease import BlockCopy, Lease
+from engine.kv.ledger import BlockPin
 from engine.kv.prefix_cache import PrefixCache
 from engine.kv.tiers.host_tier import SavedPartialBlock
 

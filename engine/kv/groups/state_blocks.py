@@ -32,7 +32,8 @@ from common.errors import InternalError
 from common.kv_groups import PageOrder
 from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
-from engine.kv.lease import BlockCopy, BlockPin, Lease, StepFence
+from engine.kv.lease import BlockCopy, Lease
+from engine.kv.ledger import BlockPin, PageHolder, StepFence
 from engine.kv.tiers.host_tier import SavedPartialBlock
 
 NO_SLOT = -1
@@ -375,22 +376,22 @@ class StatePin(BlockPin):
     @property
     def holds_state(self) -> bool:
         """Whether a page of the state is not released yet."""
-        return max(self.pinned, default=NO_SLOT) >= self._pool.num_blocks
+        return max(self.pinned, default=NO_SLOT) >= self._ledger.num_blocks
 
     def release_locked(self, released: Collection[int] | None = None) -> None:
         released = self.pinned if released is None else released
-        pages = {page for page in released if page >= self._pool.num_blocks}
+        pages = {page for page in released if page >= self._ledger.num_blocks}
         held = self.holds_state
         self.pinned = self.pinned.difference(pages)
         if held and not self.holds_state:
-            assert isinstance(self._pool, StateBlockPool)
-            self._pool.slots.unpin(self.slot)
+            assert isinstance(self._ledger, StateBlockPool)
+            self._ledger.slots.unpin(self.slot)
         super().release_locked([block for block in released if block not in pages])
         if not self.pinned:
-            self._pool._pins.discard(self)
+            self._ledger._pins.discard(self)
 
 
-def require_states(lease: Lease | None) -> StateLease:
+def require_states(lease: PageHolder | None) -> StateLease:
     """Returns the lease of a pool with states, as such."""
     if not isinstance(lease, StateLease):
         raise InternalError("the lease is of a pool without recurrent states")

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from common.errors import ConfigError, describe
 from common.kv_layout import KVLayout
-from engine.kv.blocks import BlockPool, CacheCallbacks
+from engine.kv.blocks import BlockPool
+from engine.kv.ledger import CacheCallbacks
 from engine.kv.tiers.cold_codec import codec_of
 from engine.kv.tiers.disk_tier import MIN_HOST_BLOCKS, DiskTier, HostWrite
 from engine.kv.tiers.host_copier import HostCopier
