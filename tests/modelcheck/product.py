@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Modules under test. Each stands behind the modules that it imports.
 MODULES = (
+    "engine.kv.ledger",
+    "engine.kv.lease",
     "engine.kv.blocks",
     "kv_transfer.receiver.state_machine",
     "kv_transfer.sender.state_machine",

@@ -48,7 +48,7 @@ def test_a_counterexample_is_a_schedule_that_ends_with_the_violation() -> None:
 
 def test_a_line_that_does_not_exist_cannot_be_removed() -> None:
     with pytest.raises(ValueError, match="has no line"):
-        load(Removal("engine.kv.blocks", "_release", "no such line"))
+        load(Removal("engine.kv.ledger", "_release", "no such line"))
 
 
 def test_a_copy_of_a_pod_changes_alone() -> None:
