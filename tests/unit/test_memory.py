@@ -183,7 +183,7 @@ def test_graphs_that_do_not_fit_beside_the_weights_name_max_seqs(monkeypatch: py
         def warm_up(self, rows: object, block: int) -> None: ...
 
     class Pool:
-        data = torch.zeros(1)
+        blocks = torch.zeros(1)
 
     build: Any = lambda _pool: Runner()  # noqa: E731
     one: Any = Pool
