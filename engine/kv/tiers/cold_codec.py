@@ -32,7 +32,8 @@ VALUE_GROUP = 32  #: Most channels of a group of values; KIVI's size.
 MIN_BLOCK_SIZE = 8  #: Tokens; with fewer of them the scales of a key need more room than its codes.
 LEVELS = 15  #: Largest code.
 SLAB = 1 << 17  #: Numbers that are encoded or decoded at once, so that float32 copies stay in a core's cache.
-_LARGEST = {"float32": np.finfo(np.float32).max, "float16": np.finfo(np.float16).max, "bfloat16": 255 * 2.0**120}
+#: Largest finite number of each dtype.
+_LARGEST = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": 255 * 2.0**120}
 
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
@@ -118,7 +119,7 @@ class _KVPart:
         self._half = segment.dtype == "float16"
         #: Of a number in the block; bfloat16 as uint16.
         self.number = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[segment.dtype])
-        self._largest = np.float32(_LARGEST[segment.dtype])  # The largest finite number of the pool's dtype
+        self._largest = np.float32(_LARGEST[segment.dtype])
         self._group = max(size for size in range(1, VALUE_GROUP + 1) if dim % size == 0)
         self._codes = (self._layers, heads, tokens, dim)
         self._key_scales = (2, self._layers, heads, 1, dim)
