@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv.tiers.segment_store import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES, SegmentStore, StoredBlock
+from engine.kv.tiers.segment_format import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
+from engine.kv.tiers.segment_store import SegmentStore, StoredBlock
 
 BLOCK = 32
 FINGERPRINT = "ab" * 16
@@ -292,7 +293,7 @@ def test_no_call_touches_a_file_under_the_lock(tmp_path: Path, monkeypatch: pyte
         touched.append(path)
 
     monkeypatch.setattr("os.utime", utime)
-    monkeypatch.setattr("engine.kv.tiers.segment_store.TOUCH_S", -1.0)
+    monkeypatch.setattr("engine.kv.tiers.segment_index.TOUCH_S", -1.0)
     assert read(store, 1, 2) == 2
     assert write(store, 1, 3) == 1
     assert len(touched) == 2

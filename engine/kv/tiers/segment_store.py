@@ -1,17 +1,12 @@
 """KV blocks in files of one directory, which survive a restart: the storage of the disk tier.
 
-    segment  | header: magic, version, block bytes, fingerprint, codec, CRC | record | record | ...      append-only
-    record   | magic, length, hash, parent's hash, CRC of the content, CRC of this | content |
+The files are segments: segment_format.py has their bytes, and segment_index.py the blocks in them. One thread appends
+to the newest segment; any thread reads. A record is written by one call, and a segment is synced to the disk
+(fdatasync) when it is full and when the store closes. So a crash of the process loses no written block, and a loss of
+power loses at most the last segment. A file that is cut or damaged loses blocks and never gives wrong ones: `scan`
+checks the records' headers, and `read` checks the content.
 
-One thread appends to the newest segment; any thread reads. A record is written by one call, and a segment is synced to
-the disk (fdatasync) when it is full and when the store closes. So a crash of the process loses no written block, and a
-loss of power loses at most the last segment. A file that is cut or damaged loses blocks and never gives wrong ones:
-`scan` checks the records' headers, and `read` checks the content.
-
-The files never exceed `max_bytes`. The segment that has been unused for the longest time is removed as a whole. A use
-of a block also uses the segments of the blocks before it, so the start of a prompt outlives its end.
-
-Invariant: the hashes of the index are prefix-closed. A block that is not reachable any more stays in its file, unused.
+The files never exceed `max_bytes`. The segment that has been unused for the longest time is removed as a whole.
 """
 
 from __future__ import annotations
@@ -20,39 +15,36 @@ import errno
 import logging
 import os
 import stat
-import struct
 import threading
 import time
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from common.block_hash import HASH_BYTES
 from common.errors import describe
 from engine.kv.prefix_cache import HashesCallback
 from engine.kv.tiers.cold_codec import BlockCodec
+from engine.kv.tiers.segment_format import (
+    RECORD_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    SEGMENT_SUFFIX,
+    RecordHeader,
+    segment_header,
+    segment_name,
+    why_not_used,
+)
+from engine.kv.tiers.segment_index import BlockPlace, Segment, SegmentIndex, reachable
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
 MAX_SEGMENT_BYTES = 1 << 30
 MIN_SEGMENTS = 8  # The files have room for at least so many segments, so that a removal loses a small part
 SCAN_BATCH = 10_000  # Blocks that enter the index at once
 READ_THREADS = 8  # A CRC-32 runs at about 1 GB/s on one core, and an NVMe disk reads several GB/s
-TOUCH_S = 60.0  # The time of a file, which orders the segments after a restart, is at most this old
-SUFFIX = ".kv"
-_SEGMENT = struct.Struct("<8sIQ48s16s")  # Magic, version, block bytes, fingerprint, codec (zeros: none); then a CRC-32
-_RECORD = struct.Struct("<4sI16s16sI")  # Magic, length of the content, hash, parent's hash, CRC-32 of the content
-_CRC = struct.Struct("<I")
-_SEGMENT_MAGIC, _RECORD_MAGIC = b"BATONKV\n", b"KVB\n"
-SEGMENT_HEADER_BYTES, RECORD_HEADER_BYTES = 128, 64
-_NO_PARENT = bytes(HASH_BYTES)
 
 
 class StoredBlock(NamedTuple):
@@ -61,25 +53,6 @@ class StoredBlock(NamedTuple):
     key: bytes  # Its hash
     parent: bytes  # Hash of the block before it; empty for the first block of a prompt
     content: memoryview  # uint8 [block_bytes]
-
-
-class _Place(NamedTuple):
-    """Where a block is."""
-
-    segment: int
-    offset: int  # Of its record
-    parent: bytes
-
-
-@dataclass(slots=True)
-class _Segment:
-    """A file."""
-
-    number: int
-    path: Path
-    size: int  # Bytes of the file
-    keys: set[bytes] = field(default_factory=set)  # Of its blocks in the index
-    touched_at: float = 0.0  # When the time of the file was set
 
 
 class SegmentStore:
@@ -102,15 +75,11 @@ class SegmentStore:
         self.content_bytes = block_bytes if codec is None else codec.encoded_bytes  # Of a block in a file
         self.record_bytes = RECORD_HEADER_BYTES + self.content_bytes
         self._segment_bytes = max(self.min_bytes(self.content_bytes) // MIN_SEGMENTS, self._segment_size())
-        name = b"" if codec is None else codec.format.encode()
-        head = _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, block_bytes, fingerprint.encode()[:48], name)
-        self._header = (head + _CRC.pack(zlib.crc32(head))).ljust(SEGMENT_HEADER_BYTES, b"\0")
+        self._header = segment_header(block_bytes, fingerprint, "" if codec is None else codec.format)
         self._on_stored, self._on_evicted = on_stored, on_evicted
         self._lock = threading.Lock()  # Guards all fields below; the callbacks run under it
-        self._index: dict[bytes, _Place] = {}
-        self._children: dict[bytes, set[bytes]] = {}
-        self._segments: OrderedDict[int, _Segment] = OrderedDict()  # The least recently used first
-        self._active: tuple[int, _Segment] | None = None  # The file that is appended to, and its descriptor
+        self._index = SegmentIndex()
+        self._active: tuple[int, Segment] | None = None  # The file that is appended to, and its descriptor
         self._doomed: list[Path] = []  # Files to remove
         self._next_number = 0
         self._readers: ThreadPoolExecutor | None = None
@@ -128,25 +97,25 @@ class SegmentStore:
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def __contains__(self, key: object) -> bool:
-        return key in self._index
+        return key in self._index.places
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._index.places)
 
     @property
     def size(self) -> int:
         """Bytes of all files."""
         with self._lock:
-            return self._size()
+            return self._index.size
 
     def match(self, hashes: Iterable[bytes]) -> int:
         """Returns the length of the longest prefix of `hashes` in the index."""
-        return sum(1 for _ in takewhile(self._index.__contains__, hashes))
+        return sum(1 for _ in takewhile(self._index.places.__contains__, hashes))
 
     def hashes(self) -> list[bytes]:
         """Returns the hashes of the index."""
         with self._lock:
-            return list(self._index)
+            return list(self._index.places)
 
     @property
     def has_doomed(self) -> bool:
@@ -159,11 +128,11 @@ class SegmentStore:
         A damaged block and all that continue it leave the index. A target behind the intact ones may hold anything.
         """
         with self._lock:
-            places = [place for key in keys if (place := self._index.get(key)) is not None]
+            places = [place for key in keys if (place := self._index.places.get(key)) is not None]
             if len(places) < len(keys):
                 places = places[: self.match(keys)]
-            paths = {place.segment: self._segments[place.segment].path for place in places}
-            stale = self._use(keys[: len(places)])
+            paths = {place.segment: self._index.segments[place.segment].path for place in places}
+            stale = self._index.use(keys[: len(places)])
             if self._readers is None:
                 self._readers = ThreadPoolExecutor(READ_THREADS, "disk-read")
             readers = self._readers
@@ -185,7 +154,7 @@ class SegmentStore:
             self._drop_damaged(keys[count], paths[places[count].segment])
         return count
 
-    def _read_block(self, job: tuple[int | None, _Place, bytes], target: memoryview) -> bool:
+    def _read_block(self, job: tuple[int | None, BlockPlace, bytes], target: memoryview) -> bool:
         """Returns whether the block came whole."""
         file, place, key = job
         header = bytearray(RECORD_HEADER_BYTES)
@@ -196,8 +165,8 @@ class SegmentStore:
         except OSError as error:
             log.warning("a KV block cannot be read from %s: %s", self.directory, describe(error))
             return False
-        record = _parse_record(header)
-        if record is None or record[1] != key or record[3] != zlib.crc32(content):
+        record = RecordHeader.parse(header)
+        if record is None or record.key != key or record.content_crc != zlib.crc32(content):
             return False
         if self.codec is not None:
             self.codec.decode(content, target)
@@ -214,8 +183,8 @@ class SegmentStore:
         """Forgets all blocks. The files are removed by the next `append`, `scan` or `close`."""
         with self._lock:
             self._forget()
-            self._doomed += [segment.path for segment in self._segments.values()]
-            self._segments.clear()
+            self._doomed += [segment.path for segment in self._index.segments.values()]
+            self._index.segments.clear()
 
     def forget(self) -> None:
         """Forgets all blocks and keeps the files: the next start finds the blocks again."""
@@ -225,15 +194,9 @@ class SegmentStore:
     def inconsistencies(self) -> list[str]:
         """Returns violations of the invariants, one sentence each."""
         with self._lock:
-            defects = []
-            if any(place.parent and place.parent not in self._index for place in self._index.values()):
-                defects.append("a block of the disk tier outlived its parent")
-            if {key for segment in self._segments.values() for key in segment.keys} != self._index.keys():
-                defects.append("the segments and the index of the disk tier differ")
-            if sum(map(len, self._children.values())) != len(self._index):
-                defects.append("parents and children in the disk tier differ")
-            if self._size() > self.max_bytes:
-                defects.append(f"the disk tier has {self._size()} bytes, more than {self.max_bytes}")
+            defects = self._index.inconsistencies()
+            if self._index.size > self.max_bytes:
+                defects.append(f"the disk tier has {self._index.size} bytes, more than {self.max_bytes}")
             return defects
 
     # -- the thread that writes ---------------------------------------------------------------------------------------
@@ -245,49 +208,49 @@ class SegmentStore:
         True, the scan ends early, and no other call but `close` may follow. A `clear` meanwhile holds for all blocks.
         """
         epoch = self.epoch
-        found: dict[bytes, _Place] = {}
-        segments: list[tuple[int, _Segment]] = []
-        for path in sorted(self.directory.glob("*" + SUFFIX)):
+        found: dict[bytes, BlockPlace] = {}
+        segments: list[tuple[int, Segment]] = []
+        for path in sorted(self.directory.glob("*" + SEGMENT_SUFFIX)):
             if stopped():
                 return 0
             try:
                 status = path.lstat()
                 number = int(path.stem)
-                if not stat.S_ISREG(status.st_mode) or path.name != _file_name(number):
+                if not stat.S_ISREG(status.st_mode) or path.name != segment_name(number):
                     raise ValueError("expected a file that a disk tier has written")
             except (ValueError, OSError) as error:
                 log.warning("%s is not used: %s", path, describe(error))
                 continue
-            segment = _Segment(number, path, status.st_size)
+            segment = Segment(number, path, status.st_size)
             blocks = self._scan_segment(segment)
             found.update(blocks)  # of a block that was written twice, the newer one counts
             segments.append((status.st_mtime_ns if blocks else 0, segment))
-        order = _reachable(found)
+        order = reachable(found)
         with self._lock:
             self._next_number = max((segment.number + 1 for _, segment in segments), default=0)
             if epoch != self.epoch:
                 self._doomed += [segment.path for _, segment in segments]
             else:
                 for _, segment in sorted(segments, key=lambda pair: pair[0]):
-                    self._segments[segment.number] = segment
+                    self._index.segments[segment.number] = segment
         for start in range(0, len(order), SCAN_BATCH):  # other threads need the lock in between
             with self._lock:
                 if epoch != self.epoch:
                     break
                 part = order[start : start + SCAN_BATCH]
                 for key in part:
-                    self._insert(key, found[key])
+                    self._index.insert(key, found[key])
                 self._on_stored(part)
         with self._lock:
             self._make_room(0)
-            count = len(self._index)
+            count = len(self._index.places)
         with suppress(OSError):  # the next `append` tries again and tells the error
             self._remove_doomed()
         return count
 
-    def _scan_segment(self, segment: _Segment) -> dict[bytes, _Place]:
+    def _scan_segment(self, segment: Segment) -> dict[bytes, BlockPlace]:
         """Returns the blocks up to the first damage."""
-        blocks: dict[bytes, _Place] = {}
+        blocks: dict[bytes, BlockPlace] = {}
         try:
             self._read_headers(segment, blocks)
         except OSError as error:
@@ -295,35 +258,23 @@ class SegmentStore:
             log.warning("%s cannot be read, %d blocks of it are used: %s", segment.path, len(blocks), describe(error))
         return blocks
 
-    def _read_headers(self, segment: _Segment, blocks: dict[bytes, _Place]) -> None:
+    def _read_headers(self, segment: Segment, blocks: dict[bytes, BlockPlace]) -> None:
         """Adds the blocks of a file to `blocks`. Raises OSError."""
         with segment.path.open("rb", buffering=0) as file:
             header = file.read(SEGMENT_HEADER_BYTES)
             if header != self._header:
-                log.warning("%s: %s: not used", segment.path, self._why_not(header))
+                log.warning("%s: %s: not used", segment.path, why_not_used(header, self._header))
                 return
             offset = SEGMENT_HEADER_BYTES
             while offset < segment.size:
-                record = _parse_record(os.pread(file.fileno(), RECORD_HEADER_BYTES, offset))
+                record = RecordHeader.parse(os.pread(file.fileno(), RECORD_HEADER_BYTES, offset))
                 end = offset + self.record_bytes
-                if record is None or record[0] != self.content_bytes or end > segment.size:
+                if record is None or record.content_bytes != self.content_bytes or end > segment.size:
                     self.damaged += 1
                     log.warning("%s: cut or damaged at byte %d: the rest is computed again", segment.path, offset)
                     break
-                _, key, parent, _ = record
-                blocks[key] = _Place(segment.number, offset, parent)
+                blocks[record.key] = BlockPlace(segment.number, offset, record.parent)
                 offset = end
-
-    def _why_not(self, header: bytes) -> str:
-        """Says why a file with another header is not used."""
-        if len(header) == SEGMENT_HEADER_BYTES and _CRC.unpack_from(header, _SEGMENT.size)[0] == zlib.crc32(
-            header[: _SEGMENT.size]
-        ):
-            theirs, own = (_SEGMENT.unpack_from(raw) for raw in (header, self._header))
-            if theirs[:-1] == own[:-1]:
-                names = [name.rstrip(b"\0").decode(errors="replace") or "none" for name in (theirs[-1], own[-1])]
-                return "its blocks have the codec {}, those of this pod {}".format(*names)
-        return "made for another model, setting or version, or damaged"
 
     def append(self, blocks: Sequence[StoredBlock], epoch: int | None = None) -> int:
         """Writes blocks, parents first; returns how many entered the index. Removes segments if there is no room.
@@ -334,29 +285,30 @@ class SegmentStore:
         """
         stored: list[bytes] = []
         stale: list[Path] = []
+        places = self._index.places
         epoch = self.epoch if epoch is None else epoch
         self._remove_doomed()
         try:
             for block in blocks:
                 if epoch != self.epoch:
                     break
-                if block.key in self._index or (block.parent and block.parent not in self._index):
+                if block.key in places or (block.parent and block.parent not in places):
                     continue
                 content = block.content if self.codec is None else self.codec.encode(block.content)
                 if content is None:
                     continue
                 file, segment = self._open_segment()
-                place = _Place(segment.number, segment.size, block.parent)
-                self._write(file, segment, _record(block._replace(content=content)), content)
+                place = BlockPlace(segment.number, segment.size, block.parent)
+                self._write(file, segment, RecordHeader.of(block.key, block.parent, content).encode(), content)
                 with self._lock:
-                    if epoch == self.epoch and (not block.parent or block.parent in self._index):
-                        self._insert(block.key, place)
+                    if epoch == self.epoch and (not block.parent or block.parent in places):
+                        self._index.insert(block.key, place)
                         stored.append(block.key)
         finally:
             with self._lock:
-                alive = [key for key in stored if key in self._index]
+                alive = [key for key in stored if key in places]
                 if alive:
-                    stale = self._use(alive)
+                    stale = self._index.use(alive)
                     self._on_stored(alive)
             _touch(stale)
             with suppress(OSError):  # the next `append` tries again and tells the error
@@ -370,7 +322,7 @@ class SegmentStore:
             return
         file, segment = active
         try:
-            if segment.number in self._segments:
+            if segment.number in self._index.segments:
                 os.fdatasync(file)
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -389,36 +341,36 @@ class SegmentStore:
         if self._readers is not None:
             self._readers.shutdown()
 
-    def _open_segment(self) -> tuple[int, _Segment]:
+    def _open_segment(self) -> tuple[int, Segment]:
         """Returns the file to append one record to."""
         if self._active is not None:
             _, segment = self._active
             full = segment.size + self.record_bytes > self._segment_bytes
-            if full or segment.number not in self._segments:
+            if full or segment.number not in self._index.segments:
                 self.seal()
         with self._lock:
             self._make_room(self.record_bytes + (SEGMENT_HEADER_BYTES if self._active is None else 0))
         self._remove_doomed()
         if self._active is None:
             path, file = self._create_file()
-            segment = _Segment(self._next_number, path, 0, touched_at=time.monotonic())
+            segment = Segment(self._next_number, path, 0, touched_at=time.monotonic())
             self._next_number += 1
             self._active = file, segment
             with self._lock:
-                self._segments[segment.number] = segment
+                self._index.segments[segment.number] = segment
             self._write(file, segment, self._header)
         return self._active
 
     def _create_file(self) -> tuple[Path, int]:
         """Creates the file of the next number that is free; returns it and its descriptor."""
         while True:
-            path = self.directory / _file_name(self._next_number)
+            path = self.directory / segment_name(self._next_number)
             try:
                 return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except FileExistsError:  # something that is no segment
                 self._next_number += 1
 
-    def _write(self, file: int, segment: _Segment, *parts: bytes | memoryview) -> None:
+    def _write(self, file: int, segment: Segment, *parts: bytes | memoryview) -> None:
         """Appends to the segment. Raises OSError if not all was written; the file has its former length then."""
         size = sum(map(len, parts))
         try:
@@ -431,7 +383,7 @@ class SegmentStore:
                 self.seal()
             if not segment.size:  # without its header the file is useless
                 with self._lock:
-                    self._segments.pop(segment.number, None)
+                    self._index.segments.pop(segment.number, None)
                     self._doomed.append(segment.path)
             raise
         segment.size += size
@@ -448,80 +400,28 @@ class SegmentStore:
 
     # -- the lock is held ---------------------------------------------------------------------------------------------
 
-    def _size(self) -> int:
-        return sum(segment.size for segment in self._segments.values())
-
     def _make_room(self, size: int) -> None:
         """Removes segments until `size` more bytes fit. The newest one, which is appended to, stays."""
         active = None if self._active is None else self._active[1]
-        while self._size() + size > self.max_bytes:
-            victim = next((segment for segment in self._segments.values() if segment is not active), None)
+        while self._index.size + size > self.max_bytes:
+            victim = next((segment for segment in self._index.segments.values() if segment is not active), None)
             if victim is None:
                 return
             self._drop(list(victim.keys))
-            del self._segments[victim.number]
+            del self._index.segments[victim.number]
             self._doomed.append(victim.path)
-
-    def _use(self, keys: Sequence[bytes]) -> list[Path]:
-        """Makes the segments of blocks, and of all blocks before them, the most recently used ones.
-
-        Returns the files to `_touch` without the lock, which must not wait for a slow disk.
-        """
-        stale: list[Path] = []
-        seen: set[bytes] = set()
-        for key in keys:
-            link = key
-            while link and link not in seen:
-                seen.add(link)
-                link = self._index[link].parent
-        now = time.monotonic()
-        # A block is mostly in a newer segment than its parent, so the parents' segments become the last to be removed.
-        for number in sorted({self._index[key].segment for key in seen}, reverse=True):
-            self._segments.move_to_end(number)
-            segment = self._segments[number]
-            if now - segment.touched_at > TOUCH_S:
-                segment.touched_at = now
-                stale.append(segment.path)
-        return stale
-
-    def _insert(self, key: bytes, place: _Place) -> None:
-        self._index[key] = place
-        self._segments[place.segment].keys.add(key)
-        self._children.setdefault(place.parent, set()).add(key)
 
     def _forget(self) -> None:
         self.epoch += 1
-        forgotten = list(self._index)  # parents first
-        self._index.clear()
-        self._children.clear()
-        for segment in self._segments.values():
-            segment.keys.clear()
-        if forgotten:
+        if forgotten := self._index.clear():
             self._on_evicted(forgotten[::-1])
 
     def _drop(self, keys: Sequence[bytes]) -> list[bytes]:
         """Forgets blocks and all that continue them; returns them."""
-        dropped: list[bytes] = []
-        pending = list(keys)
-        while pending:
-            key = pending.pop()
-            place = self._index.pop(key, None)
-            if place is None:
-                continue
-            dropped.append(key)
-            self._segments[place.segment].keys.discard(key)
-            siblings = self._children[place.parent]
-            siblings.discard(key)
-            if not siblings:
-                del self._children[place.parent]
-            pending += self._children.get(key, ())
+        dropped = self._index.drop(keys)
         if dropped:
             self._on_evicted(dropped[::-1])
         return dropped
-
-
-def _file_name(number: int) -> str:
-    return f"{number:012d}{SUFFIX}"
 
 
 def _touch(paths: Iterable[Path]) -> None:
@@ -529,31 +429,3 @@ def _touch(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             os.utime(path)
-
-
-def _reachable(found: Mapping[bytes, _Place]) -> list[bytes]:
-    """Returns those blocks whose parents are all there, parents first."""
-    children: dict[bytes, list[bytes]] = {}
-    for key, place in found.items():
-        children.setdefault(place.parent, []).append(key)
-    order = children.pop(b"", [])
-    for key in order:  # grows meanwhile
-        order += children.pop(key, ())
-    return order
-
-
-def _record(block: StoredBlock) -> bytes:
-    """Returns the header of a block's record."""
-    parent = block.parent or _NO_PARENT
-    head = _RECORD.pack(_RECORD_MAGIC, len(block.content), block.key, parent, zlib.crc32(block.content))
-    return (head + _CRC.pack(zlib.crc32(head))).ljust(RECORD_HEADER_BYTES, b"\0")
-
-
-def _parse_record(raw: bytes | bytearray) -> tuple[int, bytes, bytes, int] | None:
-    """Returns length, hash, parent's hash (empty for none) and CRC-32 of a record; None if its header is damaged."""
-    if len(raw) != RECORD_HEADER_BYTES or _CRC.unpack_from(raw, _RECORD.size)[0] != zlib.crc32(raw[: _RECORD.size]):
-        return None
-    magic, length, key, parent, crc = _RECORD.unpack_from(raw)
-    if magic != _RECORD_MAGIC:
-        return None
-    return length, key, b"" if parent == _NO_PARENT else parent, crc
