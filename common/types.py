@@ -36,7 +36,7 @@ class SamplingParams:
     - the messages in proto/baton/v1/types.proto and inference.proto, with a field of the same name; `make proto`;
     - sampling: engine/sampling/sampler.py, engine/sampling/device_sampler.py and engine/kernels/sampling.py;
     - the accepted range: pod/limits.py; a test of the effect: tests/e2e/effects.py;
-    - requests and the documentation of the API: one field of the same name in gateway/api/openai/requests.py, in
+    - requests and the documentation of the API: one field of the same name in gateway/api/openai/bodies.py, in
       Sampling or, if /v1/responses does not have it, in Generation; `make docs`.
     """
 

@@ -26,13 +26,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from common.errors import BatonError, InternalError, InvalidRequest
-from common.types import MAX_N, FinishReason
+from common.types import FinishReason
 from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
 from engine.kv.groups.state_blocks import Snapshot
 from engine.kv.lease import BlockCopy, Lease
 from engine.schedule.chunks import ChunkPolicy
-from engine.schedule.limits import SchedulerConfig
+from engine.schedule.limits import SchedulerConfig, num_future_forks, require_fitting
 from engine.schedule.outputs import SchedulerStats
 from engine.schedule.sequence import DraftTokens, Sequence
 
@@ -69,11 +69,6 @@ def _admission_key(seq: Sequence) -> tuple[bool, bool, int, int, int]:
     return seq.lease is None, seq.preemptions == 0, *_priority_key(seq)
 
 
-def _num_future_forks(seq: Sequence) -> int:
-    """Returns how many children `fork` will make of the sequence that need blocks of their own in this pod."""
-    return 0 if seq.hand_off or seq.request.sampling.max_tokens == 1 else seq.num_samples - 1
-
-
 class Scheduler:
     """The waiting and the running sequences, and the policy that plans each step."""
 
@@ -96,32 +91,11 @@ class Scheduler:
 
         A lease that it brings must have room for the prompt, with KV for the first `computed` tokens.
         """
-        limit, prompt_len, max_len = self.config.max_model_len, seq.prompt_len, seq.max_len
-        num_blocks, block_size = self._pool.num_blocks, self._pool.block_size
-        if prompt_len == 0:
-            raise InvalidRequest("the prompt is empty", field="prompt")
-        if prompt_len >= limit:
-            raise InvalidRequest(
-                f"{prompt_len} prompt tokens leave no room for output in a context of {limit} tokens", field="prompt"
-            )
-        if max_len > limit:
-            raise InvalidRequest(
-                f"{prompt_len} prompt tokens and {max_len - prompt_len} new ones exceed a context of {limit} tokens",
-                field="max_tokens",
-            )
-        never_fit = f"never fit in {num_blocks} blocks of {block_size} tokens"
-        if self._pool.pages_for(max_len - 1) > num_blocks:
-            field = "prompt" if self._pool.pages_for(prompt_len) > num_blocks else "max_tokens"
-            raise InvalidRequest(f"{max_len} tokens {never_fit}", field=field)
-        if not 1 <= seq.request.sampling.n <= MAX_N:
-            raise InvalidRequest(f"n is {seq.request.sampling.n}; it must be from 1 to {MAX_N}", field="n")
-        forked_pages = _num_future_forks(seq) * self._pool.pages_per_block
-        if self._pool.pages_for(prompt_len) + forked_pages > num_blocks:
-            raise InvalidRequest(f"{seq.num_samples} sequences of {prompt_len} prompt tokens {never_fit}", field="n")
+        require_fitting(seq, self.config, self._pool)
         if seq.child in self._by_request.get(seq.request_id, ()):
             raise InvalidRequest(f"request {seq.request_id} is already in the engine", field="request_id")
-        if seq.lease is not None and seq.allocated < prompt_len:
-            raise InternalError(f"the lease has room for {seq.allocated} tokens, the prompt has {prompt_len}")
+        if seq.lease is not None and seq.allocated < seq.prompt_len:
+            raise InternalError(f"the lease has room for {seq.allocated} tokens, the prompt has {seq.prompt_len}")
         self._arrivals += 1
         seq.arrival = self._arrivals
         self._enqueue(seq)
@@ -389,11 +363,11 @@ class Scheduler:
 
     def _allocate(self, seq: Sequence) -> bool:
         """Leases blocks for all tokens of the sequence, and leaves one block for each sequence that may grow."""
-        growing = sum(1 + _num_future_forks(other) for other in self._running if not other.hand_off)
+        growing = sum(1 + num_future_forks(other) for other in self._running if not other.hand_off)
         lease = self._pool.lease(
             seq.matchable_hashes(),
             self._num_blocks(len(seq.tokens)),
-            keep_free=growing + _num_future_forks(seq),
+            keep_free=growing + num_future_forks(seq),
             host=True,
             saved_partial=seq.saved_partial,
             retention=Retention.of(seq.request),

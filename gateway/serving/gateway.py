@@ -16,7 +16,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,6 @@ from gateway.admission.key_store import KeyRing
 from gateway.admission.limiter import TIMEOUT_S, Limiter, TokenFields
 from gateway.admission.queue import QueueForecast
 from gateway.dispatch.dispatch import Dispatch, SampleGroup
-from gateway.pods.info import ModelLimits
 from gateway.pods.pod import Pod
 from gateway.pods.table import CacheResetResult, PodTable, reset_prefix_caches
 from gateway.routing.local_index import ANY_POD
@@ -48,7 +46,7 @@ from gateway.serving.request import (
     RequestContext,
     Usage,
     check_prompt_scores,
-    context_overflow,
+    reject_too_long,
     to_valid_request,
 )
 from gateway.telemetry.metrics import INTERNAL_OUTCOME, GatewayMetrics
@@ -130,7 +128,7 @@ class Gateway:
             lambda: [row for model in self.models for row in model.pod_table.count_slow_pods()],
         )
         self.metrics.watch_ready(lambda: self.ready)
-        self.metrics.watch_pods(self._pods_by_state)
+        self.metrics.watch_pods(self.models.count_pods)
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=limits_timeout_s)
         self.answer_keys = AnswerKeys(
             settings.redis,
@@ -146,14 +144,6 @@ class Gateway:
         self._requests: dict[str, RequestContext] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def _pods_by_state(self) -> list[tuple[tuple[str, ...], float]]:
-        counts = Counter(
-            (model.name, "unknown" if pod.info is None else pod.info.role.value, pod.state)
-            for model in self.models
-            for pod in model.pod_table.pods.values()
-        )
-        return [(labels, float(number)) for labels, number in counts.items()]
 
     async def start(self) -> None:
         """Starts to look for pods and API keys."""
@@ -342,7 +332,7 @@ class Gateway:
             spec = replace(spec, grammar=await model.chat_format.prove(spec.grammar, context.caller.client))
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         for text in texts:
-            _reject_too_long(text, model, limits, "prompt")
+            reject_too_long(text, model, limits, "prompt")
         prompts: Sequence[Sequence[int]] = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
         if texts:  # a body has either texts or token ids
             prompts = await model.tokenizer.encode_all(texts, add_special_tokens=True)
@@ -367,7 +357,7 @@ class Gateway:
             keep_special=not body.spec.skip_special_tokens,
             answer_start=body.answer_start,
         )
-        _reject_too_long(chat.prompt.text, model, limits, "messages")
+        reject_too_long(chat.prompt.text, model, limits, "messages")
         ids = await model.tokenizer.encode_chat(chat.prompt)
         spec = replace(body.spec, grammar=chat.grammar)
         limit = model.defaults.max_tokens
@@ -500,9 +490,3 @@ def _log_request(timeline: Timeline) -> None:
         **timeline.facts,
     }
     _log.info("request ended", extra={name: value for name, value in fields.items() if value is not None})
-
-
-def _reject_too_long(text: str, model: ServedModel, limits: ModelLimits, field: str) -> None:
-    """Rejects a text that is too long for any tokenization, before it is tokenized."""
-    if len(text) > limits.max_model_len * model.tokenizer.max_chars_per_token:
-        raise context_overflow(limits, f"your {field} has {len(text)} characters, which are more tokens", field)

@@ -6,6 +6,7 @@ The LoRA adapters of a model come and go. A `ServedModel` with an adapter shares
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -126,6 +127,15 @@ class ModelRegistry:
             text = f"the model {name[:200]!r} does not exist; /v1/models lists those that do"
             raise ModelNotFound(text, field="model")
         return found[0]
+
+    def count_pods(self) -> list[tuple[tuple[str, ...], float]]:
+        """Returns the number of pods by model, role and state."""
+        counts = Counter(
+            (model.name, "unknown" if pod.info is None else pod.info.role.value, pod.state)
+            for model in self._models
+            for pod in model.pod_table.pods.values()
+        )
+        return [(labels, float(number)) for labels, number in counts.items()]
 
     def listed(self) -> Iterator[tuple[str, ServedModel]]:
         """Yields each name and alias with its model, then each adapter's name."""

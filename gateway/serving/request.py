@@ -215,6 +215,12 @@ def context_overflow(limits: ModelLimits, problem: str, field: str, what: str = 
     return ContextOverflow(f"{text} Please reduce the length of the {what or field}.", field=field)
 
 
+def reject_too_long(text: str, model: ServedModel, limits: ModelLimits, field: str) -> None:
+    """Rejects a text that is too long for any tokenization, before it is tokenized."""
+    if len(text) > limits.max_model_len * model.tokenizer.max_chars_per_token:
+        raise context_overflow(limits, f"your {field} has {len(text)} characters, which are more tokens", field)
+
+
 def _require_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
     if ids and max(ids) >= vocab_size:
         text = f"{name} has token id {max(ids)}, but the model's vocabulary has {vocab_size} tokens"

@@ -21,8 +21,8 @@ from common.rpc import open_channel
 from common.types import ValidRequest
 from gateway.api.anthropic.requests import parse_message
 from gateway.api.grpc.servicer import InferenceServicer
-from gateway.api.http.endpoint import parse_json_body
 from gateway.api.http.json import MAX_DEPTH, deeper_than
+from gateway.api.http.protocol import parse_json_body
 from gateway.api.openai.fields import MAX_IDS
 from gateway.api.openai.requests import parse_completion
 from gateway.api.openai.responses.request import parse_response
@@ -99,7 +99,7 @@ async def test_a_body_of_countless_parts_is_refused_before_it_is_parsed(
     shared: Rig, part: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = b'{"model": "x", "messages": [' + b",".join([part] * (MAX_JSON_PARTS + 3000)) + b"]}"
-    monkeypatch.setattr("gateway.api.http.endpoint.orjson.loads", lambda _raw: pytest.fail("parsed"))
+    monkeypatch.setattr("gateway.api.http.protocol.orjson.loads", lambda _raw: pytest.fail("parsed"))
     status, error = await posted(shared, "/v1/chat/completions", raw)
     assert (status, error["code"]) == (413, "request_too_large")
     assert "arrays, objects, members and entries" in error["message"]

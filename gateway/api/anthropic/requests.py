@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from common.errors import InvalidRequest
 from common.grammar.compiler import GrammarSource
 from gateway.api.http.json import Json
+from gateway.api.openai.bodies import ModelRequest, Sampling, Stop
 from gateway.api.openai.conversation import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -37,7 +38,7 @@ from gateway.api.openai.fields import (
     param,
     validated,
 )
-from gateway.api.openai.requests import ModelRequest, Sampling, Stop, format_grammar, generation_spec
+from gateway.api.openai.requests import format_grammar, generation_spec
 from gateway.serving.request import ChatBody, GenerationSpec
 from gateway.text.tools.format import Function, RequestTools
 

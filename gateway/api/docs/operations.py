@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from gateway.api.anthropic.requests import CountTokensRequest, MessageRequest
 from gateway.api.http.json import Json
 from gateway.api.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from gateway.api.openai.bodies import ChatRequest, CompletionRequest
 from gateway.api.openai.embeddings import EmbeddingsRequest
 from gateway.api.openai.fields import RequestModel
-from gateway.api.openai.requests import ChatRequest, CompletionRequest
 from gateway.api.openai.responses.request import ResponseRequest
 from gateway.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from gateway.api.scoring.rerank import RerankRequest

@@ -10,8 +10,8 @@ import orjson
 from common.pb import inference_pb2
 from gateway.api.docs.document import Parameter, parameters
 from gateway.api.docs.operations import HEADERS, OPERATIONS
+from gateway.api.openai.bodies import ChatRequest, CompletionRequest, Generation
 from gateway.api.openai.fields import RequestModel
-from gateway.api.openai.requests import ChatRequest, CompletionRequest, Generation
 
 BEGIN, END = "<!-- tables: python -m gateway.api.docs -->", "<!-- end of tables -->"
 

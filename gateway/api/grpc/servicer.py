@@ -24,9 +24,11 @@ from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.api_keys import Caller
 from gateway.api.grpc.keyed import MAX_CLIENT_ID, GrpcAnswer, serve_keyed
 from gateway.api.grpc.limits import client_of_peer
-from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, count_parts, parse_affinity
+from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, parse_affinity
 from gateway.api.http.json import MAX_DEPTH, Json, deeper_than
-from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
+from gateway.api.http.protocol import count_parts
+from gateway.api.openai.bodies import CompletionRequest
+from gateway.api.openai.requests import parse_chat, parse_completion
 from gateway.api.openai.tokenize import TokenizeHandler
 from gateway.serving.answer_keys import IDEMPOTENCY_KEY
 from gateway.serving.answers import complete_answers, merge_choices

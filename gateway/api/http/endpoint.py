@@ -11,10 +11,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
-import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -31,16 +29,15 @@ from common.errors import (
     InternalError,
     InvalidRequest,
     PermissionDenied,
-    RequestTooLarge,
 )
 from common.logs import log_context
 from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.admission.api_keys import Caller, client_of
 from gateway.admission.key_store import KeyRing
-from gateway.api.http.json import MAX_DEPTH, OPENAI_ERRORS, ErrorFormat, Json, deeper_than, encoded, error_body
-from gateway.api.http.protocol import ChunkWriter, body_writer, header, read_body, seconds_since_head
+from gateway.api.http.json import OPENAI_ERRORS, ErrorFormat, Json, encoded, error_body
+from gateway.api.http.protocol import ChunkWriter, body_writer, header, parse_json_body, read_body, seconds_since_head
 from gateway.serving.gateway import Gateway
-from gateway.serving.request import MAX_JSON_PARTS, AnswerIdentity, RequestContext
+from gateway.serving.request import AnswerIdentity, RequestContext
 
 BODY_TIMEOUT_S = 30.0
 SEND_GRACE_S = 5.0  #: Seconds beyond the request's deadline that sending the end of the answer may take.
@@ -51,9 +48,6 @@ REQUEST_TIMEOUT = b"x-request-timeout"
 SESSION_AFFINITY = b"x-session-affinity"
 IDEMPOTENCY_KEY = b"idempotency-key"
 MAX_AFFINITY_CHARS = 256
-_IN_STRING = re.compile(rb'[^"\\]{0,999}(?:\\.[^"\\]{0,999}){0,99}', re.DOTALL)
-_TURN_STRINGS = 500  #: Strings, or parts of long strings, that are scanned before other tasks run.
-_TURN_BYTES = 1 << 18  #: Bytes that are scanned before other tasks run.
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
 OPEN_FILES = "/dashboard/page/"  #: The files of the page at /. The data that the page shows does need a key.
 METRICS = "/metrics"
@@ -180,62 +174,6 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-async def parse_json_body(scope: Scope, raw: bytes, max_parts: Callable[[], int]) -> Any:
-    """Parses a request body.
-
-    Raises RequestTooLarge if arrays, objects, members and entries are more than MAX_JSON_PARTS and `max_parts()`, and
-    InvalidRequest for a text that is not JSON or is deeper than MAX_DEPTH.
-    """
-    if (encoding := header(scope, b"content-encoding") or "identity").lower() != "identity":
-        text = f"the request body has the content-encoding {encoding[:60]!r}, which is not supported; send plain JSON"
-        raise InvalidRequest(text, field="content-encoding")
-    if not raw.strip():
-        raise InvalidRequest("the request body is empty; a JSON object is expected")
-    if count_parts(raw) > MAX_JSON_PARTS:
-        await _require_max_parts(raw, max_parts())
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as e:
-        raise InvalidRequest(f"the request body is not valid JSON: {e.msg} at position {e.pos}") from e
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(body, MAX_DEPTH):
-        raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
-    return body
-
-
-def count_parts(raw: bytes) -> int:
-    """Returns an upper bound of the number of parts; it is exact for a text without strings."""
-    return len(raw) - len(raw.translate(None, b"[{:,"))
-
-
-async def _require_max_parts(raw: bytes, max_parts: int) -> None:
-    """Raises RequestTooLarge for more than `max_parts` parts.
-
-    Parsing a million parts takes half a second, during which the event loop waits, in whichever thread it runs. So the
-    parts outside of strings are counted first, with turns for other tasks. In valid JSON each string is a part, so too
-    many strings end the count as well.
-    """
-    at, turned, parts, strings, inside = 0, 0, 0, 0, False
-    for step in itertools.count(1):
-        if inside:
-            match = _IN_STRING.match(raw, at)
-            assert match is not None, "the pattern also matches an empty text"
-            inside = match.end() > at and raw[match.end() : match.end() + 1] != b'"'
-            at = match.end() + (not inside)
-        else:
-            quote = raw.find(b'"', at)
-            parts += count_parts(raw[at:quote] if quote >= 0 else raw[at:])
-            strings += 1
-            if max(parts, strings) > max_parts:
-                text = f"the request body has more than {max_parts} arrays, objects, members and entries"
-                raise RequestTooLarge(text)
-            at, inside = quote + 1, True
-            if quote < 0:
-                return
-        if step % _TURN_STRINGS == 0 or at - turned > _TURN_BYTES:
-            turned = at
-            await asyncio.sleep(0)
 
 
 DONE = b"data: [DONE]\n\n"  #: The last event of OpenAI's streams.

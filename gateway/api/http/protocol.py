@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with bounds, bounded reading of bodies, and a fast way to write chunks of an answer.
+"""uvicorn's HTTP/1.1 protocol with bounds, bounded bodies and their JSON, and a fast way to write chunks of an answer.
 
 uvicorn accepts header lines of any length and number, for any time. Here a connection may send MAX_HEAD_BYTES without
 completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head. `ClientLimits` bounds the connections
@@ -11,6 +11,8 @@ answer has a thousand chunks. The server's `WriteBatcher` writes the chunks to t
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,13 +25,17 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, RequestTooLarge, RequestTooSlow
 from gateway.admission.api_keys import client_of
 from gateway.admission.client_limits import SLOW_S, ClientLimits, SlowInput
-from gateway.api.http.json import error_body
+from gateway.api.http.json import MAX_DEPTH, deeper_than, error_body
+from gateway.serving.request import MAX_JSON_PARTS
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
 MAX_BATCHED_WRITES = 8
 _MAX_DISCARD = 128 << 20  #: Bytes of a too large body that are read and dropped before the answer.
 _DISCARD_S = 10.0
+_IN_STRING = re.compile(rb'[^"\\]{0,999}(?:\\.[^"\\]{0,999}){0,99}', re.DOTALL)
+_TURN_STRINGS = 500  #: Strings, or parts of long strings, that are scanned before other tasks run.
+_TURN_BYTES = 1 << 18  #: Bytes that are scanned before other tasks run.
 _BODY = "baton.body"
 _LIMITS = "baton.client_limits"
 _HEAD_AT = "baton.head_at"
@@ -264,6 +270,62 @@ async def _discard(receive: Receive) -> None:
                 message = await receive()
                 seen += len(message.get("body", b""))
                 more = message.get("more_body", False)  # a disconnect has none
+
+
+async def parse_json_body(scope: Scope, raw: bytes, max_parts: Callable[[], int]) -> Any:
+    """Parses a request body.
+
+    Raises RequestTooLarge if arrays, objects, members and entries are more than MAX_JSON_PARTS and `max_parts()`, and
+    InvalidRequest for a text that is not JSON or is deeper than MAX_DEPTH.
+    """
+    if (encoding := header(scope, b"content-encoding") or "identity").lower() != "identity":
+        text = f"the request body has the content-encoding {encoding[:60]!r}, which is not supported; send plain JSON"
+        raise InvalidRequest(text, field="content-encoding")
+    if not raw.strip():
+        raise InvalidRequest("the request body is empty; a JSON object is expected")
+    if count_parts(raw) > MAX_JSON_PARTS:
+        await _require_max_parts(raw, max_parts())
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise InvalidRequest(f"the request body is not valid JSON: {e.msg} at position {e.pos}") from e
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(body, MAX_DEPTH):
+        raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
+    return body
+
+
+def count_parts(raw: bytes) -> int:
+    """Returns an upper bound of the number of parts; it is exact for a text without strings."""
+    return len(raw) - len(raw.translate(None, b"[{:,"))
+
+
+async def _require_max_parts(raw: bytes, max_parts: int) -> None:
+    """Raises RequestTooLarge for more than `max_parts` parts.
+
+    Parsing a million parts takes half a second, during which the event loop waits, in whichever thread it runs. So the
+    parts outside of strings are counted first, with turns for other tasks. In valid JSON each string is a part, so too
+    many strings end the count as well.
+    """
+    at, turned, parts, strings, inside = 0, 0, 0, 0, False
+    for step in itertools.count(1):
+        if inside:
+            match = _IN_STRING.match(raw, at)
+            assert match is not None, "the pattern also matches an empty text"
+            inside = match.end() > at and raw[match.end() : match.end() + 1] != b'"'
+            at = match.end() + (not inside)
+        else:
+            quote = raw.find(b'"', at)
+            parts += count_parts(raw[at:quote] if quote >= 0 else raw[at:])
+            strings += 1
+            if max(parts, strings) > max_parts:
+                text = f"the request body has more than {max_parts} arrays, objects, members and entries"
+                raise RequestTooLarge(text)
+            at, inside = quote + 1, True
+            if quote < 0:
+                return
+        if step % _TURN_STRINGS == 0 or at - turned > _TURN_BYTES:
+            turned = at
+            await asyncio.sleep(0)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

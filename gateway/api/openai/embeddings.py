@@ -13,8 +13,8 @@ import orjson
 
 from common.errors import InvalidRequest
 from gateway.api.http.endpoint import HttpResponse
+from gateway.api.openai.bodies import ModelRequest
 from gateway.api.openai.fields import TextsOrIds, param, validated
-from gateway.api.openai.requests import ModelRequest
 from gateway.serving.prompt_runner import PromptRunner
 from gateway.serving.request import PromptInput, RequestContext
 

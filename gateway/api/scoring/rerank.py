@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 
 from gateway.api.http.endpoint import HttpResponse
 from gateway.api.http.json import Json
+from gateway.api.openai.bodies import ModelRequest
 from gateway.api.openai.fields import BY_KIND, INT32_MAX, OBJECT, STRING, Ignored, Refused, param, validated
-from gateway.api.openai.requests import ModelRequest
 from gateway.serving.gateway import Gateway
 from gateway.serving.pair_scorer import PairScorer, TextPairs
 from gateway.serving.request import RequestContext

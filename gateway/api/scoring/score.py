@@ -9,8 +9,8 @@ from pydantic import Field
 
 from common.errors import InvalidRequest
 from gateway.api.http.endpoint import HttpResponse
+from gateway.api.openai.bodies import ModelRequest
 from gateway.api.openai.fields import ARRAY, BY_KIND, STRING, Only, Refused, param, validated
-from gateway.api.openai.requests import ModelRequest
 from gateway.serving.gateway import Gateway
 from gateway.serving.pair_scorer import PairScorer, TextPairs
 from gateway.serving.request import RequestContext

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
 from gateway.api.http.json import Json
+from gateway.api.openai.bodies import MAX_LOGPROBS, Conversation, Sampling
 from gateway.api.openai.conversation import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -38,7 +39,7 @@ from gateway.api.openai.fields import (
     told_by,
     validated,
 )
-from gateway.api.openai.requests import MAX_LOGPROBS, Conversation, Sampling, format_grammar, generation_spec
+from gateway.api.openai.requests import format_grammar, generation_spec
 from gateway.serving.request import ChatBody, GenerationSpec
 from gateway.text.tools.format import Function, RequestTools
 
