@@ -15,11 +15,11 @@ from common.types import Token
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.kv_pool import KVPool
-from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.ops import AllReduce
 from engine.models.spec import UNSHARDED, ModelSpec, Shard, parse_spec, read_config
+from engine.models.weights.load import load_weights
 
 CPU = torch.device("cpu")
 #: Settings of an engine for these models.
@@ -177,7 +177,7 @@ class Rig:
         windows, pad = spec.windows, self.kv.dummy_block
         self.backend = TorchAttention(self.cache, spec.num_heads, windows, pad, scale=spec.scale)
         self.model = Decoder(spec, 256, CPU, torch.float32, all_reduce=all_reduce)
-        weights.load_weights(self.model, directory, whole, shard)
+        load_weights(self.model, directory, whole, shard)
 
     def hidden(self, tokens: list[list[int]], starts: list[int], blocks: list[list[int]]) -> torch.Tensor:
         """Computes one step and returns the states of all its tokens."""
