@@ -8,6 +8,7 @@ The engine is not thread-safe. One thread calls it (loop.py), with the engine's 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from common.block_hash import HASH_BYTES
-from common.errors import ConfigError, InvalidRequest
+from common.errors import ConfigError, InternalError, InvalidRequest
 from common.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarTokenizer
 from common.kv_groups import split_layers
 from common.kv_layout import KVLayout, LayerGroup
@@ -280,6 +281,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step is on the device, or a sequence wants to run."""
         return self._stepper.has_work
+
+    def drop_unused_adapters(self) -> None:
+        """Lets other ranks forget adapters without a user, as a step does. Call it on the engine's thread when idle."""
+        if self._slots is not None:
+            with contextlib.suppress(InternalError):  # a failed group ends by itself
+                self._slots.drop_unused()
 
     def new_sequence(
         self,

@@ -139,6 +139,7 @@ class EngineLoop:
                 self._wake.clear()
                 self._run_messages()
                 if not self._engine.has_work:
+                    self._engine.drop_unused_adapters()
                     self.heartbeat.idle = True
                     self._wake.wait(IDLE_S)
                     self.heartbeat.idle = False

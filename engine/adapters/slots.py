@@ -197,6 +197,9 @@ class AdapterSlots:
             if found not in self._loading:
                 seq.adapter_slot = found
 
+    def drop_unused(self) -> None:
+        """Lets other ranks forget adapters without a user. Here are none."""
+
     def _slot_for(self, adapter: Adapter, kept: set[int]) -> int | None:
         """Returns the slot of an adapter, with the copy begun; None if all slots are in use."""
         if adapter in self.adapters:

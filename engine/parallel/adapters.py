@@ -50,6 +50,7 @@ class MirroredAdapters(HostAdapters):
         self._rank_group = rank_group
         self._channels_lock = threading.Lock()  # One load at a time uses the channels.
         self._loads = itertools.count(1)
+        self._late: dict[int, int] = {}  #: Ranks that have not answered in time, and the newest load of each.
         #: Loads whose adapters have lost their last user here. Finalisers add them on any thread.
         self.unused: deque[int] = deque()
 
@@ -59,6 +60,7 @@ class MirroredAdapters(HostAdapters):
         Raises AdapterNotLoaded if a rank cannot hold its part, InternalError if a rank is lost. No rank has one then.
         """
         with self._channels_lock:
+            self._require_answers()
             load = next(self._loads)
             adapter = pack_adapter(file, self._sites, self._dtype, pin=self._pin, shard=self._sites.shard, load=load)
             try:
@@ -89,6 +91,14 @@ class MirroredAdapters(HostAdapters):
         answers = [self._answer(rank, load, until) for rank in range(1, self._rank_group.size)]
         return [f"rank {rank}: {error}" for rank, error in enumerate(answers, 1) if error]
 
+    def _require_answers(self) -> None:
+        """Raises AdapterNotLoaded while a rank is busy with an earlier load: it would not read a new part in time."""
+        for rank, load in list(self._late.items()):
+            self._answer(rank, load, time.monotonic())
+        if self._late:
+            ranks = ", ".join(map(str, self._late))
+            raise AdapterNotLoaded(f"ranks {ranks} are busy with an earlier adapter: try again later", field="adapter")
+
     def _answer(self, rank: int, load: int, until: float) -> str | None:
         """Waits for a rank's answer. Returns why it does not hold its part, None if it does."""
         channel = self._rank_group.channels(ADAPTER_CHANNEL)[rank - 1]
@@ -98,9 +108,11 @@ class MirroredAdapters(HostAdapters):
                 if channel.wait_readable(POLL_S):
                     answer = channel.receive()
                     if answer.fields["load"] == load:  # an earlier load may have ended without its answer
+                        self._late.pop(rank, None)
                         refusal: str | None = answer.fields["error"]
                         return refusal
                 elif time.monotonic() > until:
+                    self._late[rank] = load
                     return f"no answer within {HOLD_S:g} s"
         except Unavailable as error:
             raise self._lost(channel, error) from error
@@ -128,9 +140,12 @@ class MirroredSlots(AdapterSlots):
 
     def assign(self, running: Sequence[AdaptedSequence], waiting: Sequence[AdaptedSequence]) -> None:
         """Does what `AdapterSlots.assign` does, after the other ranks have dropped adapters that are not used."""
+        self.drop_unused()
+        super().assign(running, waiting)
+
+    def drop_unused(self) -> None:
         if self._unused:
             self._rank_group.send("drop", loads=[self._unused.popleft() for _ in range(len(self._unused))])
-        super().assign(running, waiting)
 
     def put(self, adapter: Adapter, slot: int) -> None:
         self._rank_group.send("put", load=adapter.load, slot=slot)
@@ -209,6 +224,9 @@ class RankAdapters:
                 self._channel.send("held", load=message.fields["load"], error=self.hold(message))
         except Unavailable:
             _log.info("rank 0 has ended")
+        except Exception:
+            _log.exception("the adapters of this rank failed")
+            self._channel.close()  # rank 0 notices, and the group has failed
 
     def _unpack(self, message: RankMessage) -> Adapter:
         """Brings a part into page-locked memory on a GPU's rank."""

@@ -101,7 +101,7 @@ class TestAdmission:
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[object] = []
-        monkeypatch.setattr("pod.runtime.prover_of", lambda *args: asked.append(args))
+        monkeypatch.setattr("pod.grammars.prover_of", lambda *args: asked.append(args))
         monkeypatch.setattr(GrammarCompiler, "compile", lambda *args, **_: asked.append(args))
         grammar = from_regex("[a-z]{4}", field="f")
         async with Cluster.start(model_dir) as cluster:

@@ -125,6 +125,15 @@ def test_the_slots_of_all_ranks_have_the_same_adapters(events: list[tuple[str, i
     assert set(ranks.rank.adapters._held) == used
 
 
+def test_an_idle_engine_drops_adapters_without_a_user() -> None:
+    ranks = Ranks()
+    ranks.names.keep(FILES[0], "0")
+    ranks.names.keep(FILES[1], "0")
+    ranks.slots.drop_unused()
+    ranks.rank.deliver(1)
+    assert set(ranks.rank.adapters._held) == {ranks.names.named("0").load}
+
+
 def test_a_load_that_fails_here_leaves_nothing_on_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
     monkeypatch.setattr(ranks.names, "_answer", lambda *_: (_ for _ in ()).throw(MemoryError("no memory on rank 0")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,11 @@ def test_a_late_rank_fails_the_load_and_not_the_next_one(
             patch.setattr(parallel_adapters, "HOLD_S", 0.1)
             with pytest.raises(AdapterNotLoaded, match="rank 1: no answer within"):
                 llm.add_adapter(oracle.adapters["all"], "all")
+            with pytest.raises(AdapterNotLoaded, match="ranks 1 are busy with an earlier adapter"):
+                llm.add_adapter(oracle.adapters["some"], "some")
         late.set()
+        with llm.engine.adapters._channels_lock:  # type: ignore[attr-defined]
+            assert llm.engine.adapters._answer(1, 1, time.monotonic() + 30.0) is None  # type: ignore[attr-defined]
         llm.add_adapter(oracle.adapters["all"], "all")
         oracle.check(answers(llm, ["all"], [tiny_prompt(9, seed=6)])[0], "all")
         assert [set(rank._held) for rank in rank_adapters] == [loads_of(llm)]

@@ -170,6 +170,23 @@ def test_a_block_with_a_number_that_is_not_finite_is_not_stored(tmp_path: Path, 
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("float32", 3.4028e38), ("bfloat16", 255 * 2.0**120), ("float16", 65504.0)]
+)
+@pytest.mark.parametrize("lowest", [0.0, 0.5, -0.0625])
+def test_a_finite_block_near_the_limit_of_its_dtype_never_decodes_to_infinity(
+    dtype: str, largest: float, lowest: float
+) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    for share in (1.0, 0.999, 0.99, 0.9):
+        raw = to_floats(random_block(layout, 2), dtype)
+        raw[::2], raw[1::2] = largest * lowest, largest * share
+        content = codec_for(layout).encode(to_bytes(raw, dtype))
+        assert (content is not None) or share > 0.9, "far from the limit a block is encoded"
+        if content is not None:
+            assert np.isfinite(to_floats(decoded(layout, content), dtype)).all()
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,8 @@ VALUE_GROUP = 32  #: Most channels of a group of values; KIVI's size.
 MIN_BLOCK_SIZE = 8  #: Tokens; with fewer of them the scales of a key need more room than its codes.
 LEVELS = 15  #: Largest code.
 SLAB = 1 << 17  #: Numbers that are encoded or decoded at once, so that float32 copies stay in a core's cache.
+#: Largest finite number of each dtype.
+_LARGEST = {"float32": float(np.finfo(np.float32).max), "float16": 65504.0, "bfloat16": 255 * 2.0**120}
 
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
@@ -79,9 +81,9 @@ class BlockCodec:
         self.encoded_bytes = offset + sum(size for _, size in self._plain)
 
     def encode(self, block: memoryview) -> memoryview | None:
-        """Returns uint8 [encoded_bytes] for uint8 [block_bytes]; None if a number of the block is not finite."""
+        """Returns uint8 [encoded_bytes] for uint8 [block_bytes]; None if a number is or would become inf or NaN."""
         encoded = bytearray(self.encoded_bytes)
-        with np.errstate(over="ignore", invalid="ignore"):  # `encode` of a part finds what is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # `_KVPart._encode` finds what is not finite
             if not all(part.encode(block, encoded) for part in self._parts):
                 return None
         start = self._plain_start
@@ -117,6 +119,7 @@ class _KVPart:
         self._half = segment.dtype == "float16"
         #: Of a number in the block; bfloat16 as uint16.
         self.number = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[segment.dtype])
+        self._largest = np.float32(_LARGEST[segment.dtype])
         self._group = max(size for size in range(1, VALUE_GROUP + 1) if dim % size == 0)
         self._codes = (self._layers, heads, tokens, dim)
         self._key_scales = (2, self._layers, heads, 1, dim)
@@ -147,7 +150,7 @@ class _KVPart:
             yield slice(first, first + self._slab)
 
     def encode(self, block: memoryview, encoded: bytearray) -> bool:
-        """Fills this part of `encoded`. Returns False if a number is not finite."""
+        """Fills this part of `encoded`. Returns False if a number is or would become inf or NaN."""
         source = self._of_block(block)
         codes, key_scales, value_scales = self._views(encoded)
         for layers in self._slabs():
@@ -167,7 +170,8 @@ class _KVPart:
         low = _to_float(scales[0]).reshape(smallest.shape)
         scales[1] = _rounded_up((largest - low) / LEVELS, half=self._half).reshape(shape)
         step = _to_float(scales[1]).reshape(smallest.shape)
-        if not (np.isfinite(low).all() and np.isfinite(step).all()):
+        # The step is rounded up, so numbers near the dtype's limit may decode to more than the dtype holds.
+        if not (np.isfinite(low).all() and (low + LEVELS * step <= self._largest).all()):
             return None
         x -= low
         x /= np.where(step > 0, step, np.float32(1))
