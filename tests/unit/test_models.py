@@ -18,7 +18,7 @@ from engine.models.spec import Shard, eos_token_ids, parse_spec, read_config
 from engine.models.weights.files import only_pickled
 from engine.models.weights.load import load_weights
 from engine.models.weights.revision import weights_revision
-from tests.rigs.engine.tiny_models import CPU, TINY, YARN, Rig, save_reference
+from tests.rigs.engine.tiny_models import CPU, TINY, YARN, Rig, assert_logits, save_reference
 
 torch.set_num_threads(1)
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -102,26 +102,7 @@ def test_the_last_layer_computes_only_the_wanted_rows_of_a_long_step(
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    reference = save_reference(tmp_path, CASES[name])
-    rig = Rig(tmp_path)
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(0, 160, (n,), generator=generator).tolist() for n in (1, 4, 30, 70)]
-    blocks = [[1], [5], list(range(24, 40)), [63, 62, 61, 60, *range(44, 60)]]
-    with torch.inference_mode():
-        expected = [reference(torch.tensor([p])).logits[0] for p in prompts]
-    # One step with whole prompts, then the same prompts in steps of mixed sizes, down to single tokens.
-    for got, want in zip(rig.logits(prompts, [0] * 4, blocks), expected, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-    done = [0, 0, 0, 0]
-    for sizes in ([1, 1, 9, 40], [0, 2, 1, 5], [0, 1, 19, 1], [0, 0, 1, 23], [0, 0, 0, 1]):
-        rows = [r for r in range(4) if sizes[r]]
-        pieces = [prompts[r][done[r] : done[r] + sizes[r]] for r in rows]
-        result = rig.logits(pieces, [done[r] for r in rows], [blocks[r] for r in rows])
-        for r, got in zip(rows, result, strict=True):
-            want = expected[r][done[r] : done[r] + sizes[r]]
-            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-            done[r] += sizes[r]
-    assert done == [1, 4, 30, 70]
+    assert_logits(save_reference(tmp_path, CASES[name]), Rig(tmp_path))
 
 
 def test_an_odd_block_stride_is_supported(tmp_path: Path) -> None:
