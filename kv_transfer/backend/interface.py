@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import TransferFailed
 from common.kv_slices import BlockSpan
 from kv_transfer.memory import PeerMemory, PoolMemory
 
@@ -117,16 +116,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Ends the agent. Pending writes stay with the process until it ends."""
-
-
-class DirectBackend:
-    """The part of a Backend that writes without staging in host memory."""
-
-    def staging_metadata(self) -> bytes:
-        return b""
-
-    def connect_staged(self, peer: str, metadata: bytes) -> None:
-        raise TransferFailed("this pod does not stage KV in host memory")
-
-    def accept_staged(self, peer: str, metadata: bytes) -> None:
-        raise TransferFailed("this pod does not stage KV in host memory")

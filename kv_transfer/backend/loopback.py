@@ -18,7 +18,7 @@ from functools import partial
 
 from common.errors import TransferFailed
 from common.kv_slices import BlockSpan
-from kv_transfer.backend.interface import DirectBackend, Notification, Transport, WriteState
+from kv_transfer.backend.interface import Notification, Transport, WriteState
 from kv_transfer.memory import PeerMemory, PoolMemory, whole_checksums
 
 
@@ -155,7 +155,7 @@ class LoopbackFabric:
             self.notify(write.source, write.peer, write.notification)
 
 
-class LoopbackBackend(DirectBackend):
+class LoopbackBackend:
     """One agent on a fabric. The methods are documented in interface.py."""
 
     def __init__(self, fabric: LoopbackFabric) -> None:
@@ -184,6 +184,15 @@ class LoopbackBackend(DirectBackend):
 
     def remove_peer(self, peer: str) -> None:
         self._notified_peers.discard(peer)
+
+    def staging_metadata(self) -> bytes:
+        return b""
+
+    def connect_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
+    def accept_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
 
     def _require(self, peer: str, metadata: bytes) -> None:
         if metadata != peer.encode():

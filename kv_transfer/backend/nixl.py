@@ -28,7 +28,7 @@ import numpy as np
 
 from common.errors import TransferFailed, describe, first_line
 from common.kv_slices import BlockSpan
-from kv_transfer.backend.interface import DirectBackend, Notification, Transport, WriteState
+from kv_transfer.backend.interface import Notification, Transport, WriteState
 from kv_transfer.backend.ucx_log import UcxLog
 from kv_transfer.memory import PeerMemory, PoolMemory, whole_checksums
 
@@ -74,7 +74,7 @@ class _NixlAgent:
     loaded: dict[str, bytes] = field(default_factory=dict)  #: Peers that NIXL knows, with the metadata it got.
 
 
-class NixlBackend(DirectBackend):
+class NixlBackend:
     """One NIXL agent. net_devices: value for UCX_NET_DEVICES; None leaves the environment as it is."""
 
     def __init__(self, net_devices: str | None = None) -> None:
@@ -191,6 +191,15 @@ class NixlBackend(DirectBackend):
         agent = self._started
         if agent.notified_peers.pop(peer, None) is not None and peer not in agent.peers:
             self._unload(peer)
+
+    def staging_metadata(self) -> bytes:
+        return b""
+
+    def connect_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
+    def accept_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         agent, number = self._started, next(self._numbers)
