@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from common.errors import BatonError, InternalError, Unavailable, describe
+from common.process.thread_call import ThreadCall
 from common.process.watchdog import Heartbeat
 from common.types import FinishReason
 from engine.device import make_current
@@ -105,22 +106,9 @@ class EngineLoop:
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` between two steps. The future gets its result or error, or Unavailable if the loop ended."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        def refuse(error: BatonError) -> None:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-        self._send(run, refuse)
-        return future
+        call = ThreadCall(function)
+        self._send(call.run, call.refuse)
+        return call.future
 
     def _send(self, run: Callable[[], None], refuse: Callable[[BatonError], None] = lambda _: None) -> None:
         with self._send_lock:
