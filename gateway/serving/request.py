@@ -344,6 +344,10 @@ class RequestContext:
         if self.abort_error is not None:
             task.cancel()
 
+    def record_usage(self, used: Usage) -> None:
+        """Adds the token counts of the whole answer to the timeline."""
+        self.timeline.set_facts(prompt_tokens=used.prompt, output_tokens=used.completion, cached_tokens=used.cached)
+
     def enter_tier(self, gate: Gate, priority: int) -> int | None:
         """Names the request's tier in the answer's headers. Returns the longest answer if the tier is overloaded."""
         tier = gate.tier(priority)
