@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """Whether a request fits into the limits of its key, and the rest of the limits."""
+    """Whether a request fits into the limits of its key, and what is left of them."""
 
     refused: str  # the limit that refused the request: requests, tokens, day or concurrent; "" if it was granted
     wait_ms: int  # milliseconds until a retry may succeed
@@ -47,7 +47,7 @@ class LimitDecision:
 
 @dataclass(slots=True)
 class _TokenBucket:
-    """Level at a time (ms); None is full."""
+    """The level of a bucket at the time `at`, in milliseconds since the epoch. None is full."""
 
     level: float | None = None
     at: int = 0
@@ -142,6 +142,8 @@ class TokenFields:
 
 
 class Limiter:
+    """Reserves requests and tokens from the limits of API keys, and settles them."""
+
     def __init__(self, url: str | None, metrics: GatewayMetrics, *, timeout_s: float = TIMEOUT_S) -> None:
         """`url`: Redis; None counts in this process only."""
         self._redis = ScriptRunner(url, timeout_s=timeout_s)
@@ -158,7 +160,7 @@ class Limiter:
             self._renewing = asyncio.get_running_loop().create_task(self._renew_reservations())
 
     async def stop(self) -> None:
-        """Waits at most 1 s for running settlements, and closes the connections."""
+        """Waits at most 1 s for settlements in the background, and closes the connections."""
         if self._renewing is not None:
             self._renewing.cancel()
             with suppress(asyncio.CancelledError):

@@ -45,7 +45,7 @@ from gateway.telemetry.metrics import GatewayMetrics
 IDEMPOTENCY_KEY = "idempotency-key"  #: Name of the header and of the gRPC metadata.
 MAX_KEY_CHARS = 255
 ENTRY_BYTES = 1024  #: Counted memory of a key without its answer.
-ANSWER_SHARE = 4  #: An answer larger than the whole memory divided by this number is let go.
+ANSWER_SHARE = 4  #: An answer larger than max_bytes divided by this number is not kept.
 STOP_S = 1.0  #: `stop` waits at most this long for the tasks that it cancels.
 _LUA = Path(__file__).parent / "lua"
 
@@ -88,7 +88,7 @@ class KeyEntry:
 class KeyBook:
     """The keys of one gateway, with their answers. Pure: the caller gives the time, in seconds of one clock.
 
-        add --> running -- end --> kept, or bare (without its answer) -- ttl_s --> forgotten
+        add --> running -- end --> kept, or without its answer -------- ttl_s --> forgotten
                    ^                 |
                    '------ start ----'
 
@@ -363,7 +363,7 @@ class AnswerKeys:
                 with suppress(IndexUnavailable):
                     await self._claims.release(tenant, entry, owner)
         except Exception:
-            _log.exception("an answer failed by our fault")
+            _log.exception("an answer with an idempotency key failed inside the gateway")
             error = InternalError("internal error")
         finally:
             answer.end(error)
