@@ -29,7 +29,7 @@ class BlockPool(BlockLedger):
         return self.disk_tier
 
     def load_from_disk(self, hashes: Sequence[bytes], compute_s: Callable[[int], float] | None = None) -> DiskLoad:
-        """Starts to read the blocks after the cached prefix from disk, see DiskTier.load. No effect without the tier."""
+        """Starts to read the blocks after the cached prefix, see DiskTier.load. No effect without a disk tier."""
         return NO_LOAD if self.disk_tier is None else self.disk_tier.load(hashes, compute_s)
 
     def pages_for(self, num_tokens: int) -> int:
