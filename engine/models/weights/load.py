@@ -75,8 +75,8 @@ def load_weights(
 ) -> None:
     """Loads this rank's part (`shard`) of a checkpoint of the whole model `spec` into `model`, in the model's dtype.
 
-    `quantization` is that of the model. Its layers are read and placed one after the other, so beside the model there
-    are the tensors of one layer.
+    `quantization` is that of the model. Quantised layers are read and placed one after the other, so the peak memory is
+    the model and the tensors of one layer.
     """
     targets = _decoder_targets(model, shard)
     missing = {name for name, target in targets.items() if target.tensor is not None and not target.replaces}
@@ -137,7 +137,7 @@ def _is_unused(file: Any, name: str, shard: Shard, quantization: Quantization | 
 
 
 def _load_quantized(model: Decoder, model_dir: Path, shard: Shard, loaded: Progress) -> set[str]:
-    """Reads the weights of the layers that have a scheme. Returns the names of the tensors that they consist of."""
+    """Reads the weights of the layers that have a scheme. Returns the names of the tensors that it has read."""
     text_part = model.spec.states is not None
     with OpenFiles(model_dir, model.embedding.weight.device, loaded, text_part=text_part) as files:
         for prefix, linear in model.linears():
