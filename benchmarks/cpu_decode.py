@@ -1,22 +1,16 @@
 """Measures generation on a CPU: one stream and 16 streams through the whole relay, and the limits of the machine.
 
-Each metric comes from a process of its own, one after the other. Prompts have 128 random tokens, answers 64.
+Each metric comes from a process of its own, as the median of its rounds. Prompts have 128 random tokens, answers 64.
 
-- fp32_tok_s, bf16_tok_s, int8_tok_s: one stream through gateway, prefill and decode pod. Tokens after the first one per
-  second; median of the rounds.
-- relay_16_tok_s: 16 streams that start together, in float32. All output tokens over the whole time.
-- aggregated_*: the same with one pod of both roles.
-- limit_*: the least time of the machine for the same work, from bytes (all weights, at the rate at which `sum` reads
-  memory) and products (bare torch calls of a layer's shapes, the faster of F.linear and packed weights), with all
-  threads. For one stream: bytes. For 16 streams: products of the prompts, then for each step bytes or products.
-- llama_cpp_fp32_tok_s: llama.cpp in process with the same weights, float32 weights and KV (--llama-cpp PYTHON names an
-  environment with llama-cpp-python). ratio_vs_llama_cpp: fp32_tok_s over it.
-- int8_*: accuracy of --weights int8 on greedy answers of float32 to prompts of text. agreement: share of the tokens
-  that are also the most likely ones with int8. logprob_error: mean absolute error of their log-probabilities.
-- base_*: the same with the checkout of --base. --sections fp32 base --add measures both once more, in turn.
+- fp32_tok_s, bf16_tok_s, int8_tok_s: tokens per second of one stream after its first token.
+- relay_16_tok_s: output tokens of 16 float32 streams that start together, over the whole time; aggregated_*: one pod.
+- limit_*: the same from the least time of this machine: of reading all weights, or of bare products in torch.
+- llama_cpp_fp32_tok_s: llama.cpp with the same weights, in the Python of --llama-cpp; ratio_vs_llama_cpp: ours over it.
+- int8_agreement, int8_logprob_error: share of float32's greedy tokens that --weights int8 ranks first, and the mean
+  absolute error of their log-probabilities.
+- base_*: the checkout of --base. --sections fp32 base --add measures both once more, in turn.
 
-    python benchmarks/cpu_decode.py --base ../baton-base --llama-cpp ../venv/bin/python \\
-        --out benchmarks/results/cpu_decode.json
+    python benchmarks/cpu_decode.py --base ../baton-base --out benchmarks/results/cpu_decode.json
 """
 
 from __future__ import annotations

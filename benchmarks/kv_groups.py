@@ -1,30 +1,16 @@
-"""Measures the KV memory of models with KV groups, by the block pool that serves them. It needs no GPU.
+"""Measures the KV memory of models with KV groups, and with --engine or --pods the speed of one of them.
 
-    python benchmarks/kv_groups.py --out benchmarks/results/kv_groups.json
-    python benchmarks/kv_groups.py --engine --out benchmarks/results/kv_groups-engine-h200.json    # on a GPU
-    python benchmarks/kv_groups.py --pods --out benchmarks/results/kv_groups-pods-h200.json        # on a GPU
+    python benchmarks/kv_groups.py --out benchmarks/results/kv_groups.json                 # block pool only, no GPU
+    python benchmarks/kv_groups.py --engine --out .../kv_groups-engine-h200.json           # decode steps
+    python benchmarks/kv_groups.py --pods --out .../kv_groups-pods-h200.json               # prefill pod, decode pod
 
-For each model a sequence runs through the block pool as the scheduler does it: chunks of 2,048 tokens, then 64 decodes.
-The bytes of its leased pages are compared with those of a layout without groups. Metrics:
-
-- MODEL_LENGTH_bytes_ratio: bytes after a prompt of LENGTH tokens and the decodes, relative to a layout without groups.
-- MODEL_LENGTH_gib: these bytes.
-- MODEL_LENGTH_hand_off_ratio: bytes of the hand-off of a prompt of LENGTH tokens, relative to one without groups.
-- MODEL_LENGTH_seqs: sequences of that length that run at once in 40 GiB of KV, and _seqs_before without groups.
-
-A prompt of a hybrid model, 4,000 tokens with a snapshot of its recurrent state every 128 blocks, is leased again:
-
-- hybrid_recomputed_blocks: blocks that the second prompt computes beyond those of a model without a state.
-- hybrid_edit_lost_blocks: the most that prompts with an edited token compute beyond them; 200 random edits.
-
-With --engine, a model of 24 layers (12 with a window of 1,024) with random weights decodes in the engine:
-
-- decode_ROWSxCONTEXT_ms: time of a decode step with groups; _before: without groups. The tokens must be equal.
-
-With --pods, the same model answers in a prefill and a decode pod, behind a gateway; on a CPU a tiny one:
-
-- pods_LENGTH_hand_off_ratio: bytes of the hand-off of a prompt, relative to those without groups.
-- pods_LENGTH_handover_ms: time from the first to the second token; _before: without groups. The tokens must be equal.
+- MODEL_LENGTH_gib: leased bytes of a sequence after a prompt of LENGTH tokens, in chunks of 2,048, and 64 decodes.
+  _bytes_ratio: over those without groups. _hand_off_ratio: the same for the bytes of the hand-off.
+- MODEL_LENGTH_seqs: such sequences that run at once in 40 GiB of KV; _seqs_before: without groups.
+- hybrid_recomputed_blocks, hybrid_edit_lost_blocks: a hybrid model with 4,000 tokens and a snapshot every 128 blocks:
+  blocks that a second prompt computes beyond those of a model without a state; the most for 200 random edits.
+- decode_ROWSxCONTEXT_ms, pods_LENGTH_hand_off_ratio, pods_LENGTH_handover_ms (first to second token): of 24 random
+  layers, 12 of them with a window of 1,024; _before: without groups. The tokens must be equal.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any, Self
 import httpx
 import orjson
 
+from cli.client import server_url
 from common.errors import BatonError, ConfigError, Unavailable, describe
 from common.process.atomic_file import write_file_atomically
 
@@ -296,7 +297,7 @@ async def send_all(
         if not (sending.api_key.isascii() and sending.api_key.isprintable()):
             raise ConfigError("--api-key: an API key must be printable ASCII", field="api_key")
         headers["authorization"] = f"Bearer {sending.api_key}"
-    base = base_url(sending.url)
+    base = server_url(sending.url)
     limits = httpx.Limits(max_connections=sending.concurrency, max_keepalive_connections=sending.concurrency)
     timeout = httpx.Timeout(sending.timeout_s + 10.0, connect=10.0)
     async with httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout) as client:
@@ -323,17 +324,6 @@ async def send_all(
                     group.create_task(work())
         except* BatonError as e:
             raise e.exceptions[0] from e
-
-
-def base_url(url: str) -> httpx.URL:
-    """The gateway's URL without /v1. Raises ConfigError."""
-    try:
-        base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
-    except httpx.InvalidURL as e:
-        raise ConfigError(f"--url: {url!r} is not a URL: {e}", field="url") from e
-    if base.scheme not in ("http", "https") or not base.host:
-        raise ConfigError(f"--url: {url!r} is not like http://HOST:PORT", field="url")
-    return base
 
 
 def _pauses() -> Iterator[float]:

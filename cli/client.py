@@ -164,7 +164,7 @@ def _lines(reply: httpx.Response) -> Iterator[str]:
 
 
 def server_url(url: str) -> httpx.URL:
-    """The URL of a server without /v1. Raises ConfigError."""
+    """Returns the URL of a server without /v1; http:// is the default. Raises ConfigError."""
     text = url if "://" in url else f"http://{url}"
     try:
         parsed = httpx.URL(text.rstrip("/").removesuffix("/v1"))

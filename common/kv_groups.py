@@ -1,33 +1,17 @@
-"""KV groups: which layers of a model share a page, and which pages a sequence needs.
+"""KV groups: which layers of a model share a page, and which pages a sequence needs. See docs/kv_groups.md.
 
-A layer with a window needs the KV of the last `window - 1` tokens only. A block with all layers keeps that KV as long
-as the KV of the layers that see everything. So the layers are cut into groups. A block of tokens is one page per group:
+A layer with a window needs the KV of the last `window - 1` tokens only. So the layers are cut into groups, and a block
+of tokens is one page per group. All pages have the same bytes and come from one pool:
 
     tokens      0      16      32      48      64      80        one model: 2 layers see all, 4 have a window of 32
     full        | page  | page  | page  | page  | page  |        layers 2, 5
-    window a    |  free |  free | page  | page  | page  |        layers 0, 1        all pages have the same bytes
-    window b    |  free |  free | page  | page  | page  |        layers 3, 4        and come from one pool
+    window a    |  free |  free | page  | page  | page  |        layers 0, 1
+    window b    |  free |  free | page  | page  | page  |        layers 3, 4
 
-- **The full group is one group.** Its layers set the size of a page, so its pages are numbered like the blocks of a
-  model without groups: hashes, publishing, leaf-first eviction and the prefix index work on them as before.
-- **The layers of one window** are cut into as few groups as fit, of nearly equal size. The unused rest of a page is
-  padding. Groups of one window are needed, freed and matched together; each keeps a block table of its own, because
-  attention reads one table per layer.
-- A model gets groups only if pages waste little (MAX_SHORT_OVERHEAD): a short sequence, which frees nothing, must not
-  need much more memory than before. Models whose layers all see everything, or all have one window, have no groups.
-
-Window pages come and go:
-
-- They are allocated when a step is planned that writes to them, not when the sequence is admitted.
-- The pages that no later query sees are released when a step is planned. The window is counted from the start of the
-  block that is being filled, so the newest boundary of a block can always be matched.
-- A released page with a published hash is cached. It is found under the block's hash and its group, and never without
-  the full page of this hash.
-- Most pages that leave a window are never matched, so they are evicted before all other pages. Exceptions are pages
-  that a prompt has matched, the pages before the end of a prompt, and pages for which a prompt has missed a longer hit.
-- A prefix of n blocks is *usable* if the full pages of all n blocks and the window pages of the last `tail` blocks are
-  cached. The longest usable prefix is a hit. The prefix index gets the blocks before usable boundaries
-  (engine/kv/groups/usable_prefixes.py): it is a hint, and the pod's own match decides.
+The full group is one group, and its pages are numbered like the blocks of a model without groups: hashes, publishing,
+eviction and the prefix index work on them as before. The layers of one window are cut into as few groups as fit. These
+groups are needed, freed and matched together; each has a block table, because attention reads one table per layer. A
+prefix of n blocks is *usable* if the full pages of all n blocks and the window pages of the last `tail` are cached.
 """
 
 from __future__ import annotations

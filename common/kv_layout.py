@@ -1,28 +1,18 @@
 """Layout of the bytes inside a KV block, and a fingerprint that two pods compare.
 
-The pool is uint8[num_blocks, block_bytes]. A block is one contiguous range with all layers, so it is one NIXL
-descriptor. Its segments follow each other:
+The pool is uint8[num_blocks, block_bytes]. A block is one range with all layers, so it is one NIXL descriptor:
 
-    kv             [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
-                   [num_layers, 1, 1, block_size, head_dim]              with multi-head latent attention
+    kv             [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; with latent attention [..., 1, 1, ...]
     scales         [num_layers, num_kv_heads, block_size, 2 (K, V)]      with an 8-bit dtype
-    draft_kv       as kv, of the draft model                             with a draft model
-    draft_scales   as scales, of the draft model                         with a draft model and an 8-bit dtype
-    draft_state    [draft_state]: the target's state at the last token   with an EAGLE head
-
-Code that moves, caches or checks a block therefore includes scales and draft data.
+    draft_kv, draft_scales   the same of a draft model;  draft_state [draft_state]: the target's state, for EAGLE
 
 With tensor parallelism each rank has such a block, with its own kv heads; rank 0 alone has the draft segments. With the
 order "heads" the parts of a head are neighbours, so the heads of any rank are one range of a block of any other size:
 
     draft segments | head 0: kv [num_layers, 2, block_size, head_dim], scales [...] | head 1: ... | ...
 
-A model with recurrent states (engine/kv/groups/state_pool.py) has slots for them behind the blocks, in the same memory.
-A slot is a whole number of blocks, so a state moves like blocks.
-
-A layout with groups (common/kv_groups.py) cuts a block of tokens into one *page* per group of layers. Its pool is
-uint8[num_pages, block_bytes], and the segments have the layers of the largest group (`page_layers`). Without groups, a
-block is one page.
+Slots for recurrent states (engine/kv/groups/state_pool.py) follow the blocks. A slot is a whole number of blocks. A
+layout with groups (kv_groups.py) has one *page* per group for a block; a page has the layers of the largest group.
 """
 
 from __future__ import annotations

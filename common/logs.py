@@ -1,11 +1,11 @@
 """Structured logs on stderr: JSON lines, or a readable console when stderr is a terminal.
 
-gRPC's core would write lines of its own format to stderr, so Baton turns them off. Nothing is lost: the status of a
-failed call has the cause, and Baton logs the status. GRPC_VERBOSITY in the environment overrides that. For the log of
-UCX see kv_transfer/backend/ucx_log.py.
+gRPC's core writes lines of its own format to stderr, so Baton turns them off, unless GRPC_VERBOSITY is set. Nothing is
+lost: the status of a failed call has the cause, and Baton logs the status. kv_transfer/backend/ucx_log.py reads the log
+of UCX.
 
-structlog formats the lines of standard loggers. Values of `log_context` are on every line logged in the context, also
-by tasks started in it.
+structlog formats the lines of standard loggers. The values that `log_context` binds are on every line that is logged
+inside it, also by tasks that were started inside it.
 """
 
 from __future__ import annotations

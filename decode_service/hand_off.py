@@ -5,8 +5,8 @@
     any state --abort, failure, deadline--> ENDED
 
 The hand-off owns the reservation until the engine gets its sequences; then the engine owns the lease. The call that
-moves the state to ENDED decides, under the lock, which end the gateway receives. Everything later is dropped. The
-hand-off is drained once the engine holds nothing for the request.
+moves the state to ENDED decides, under the lock, which end the gateway receives. Outputs and errors after it are
+dropped. The hand-off is drained once the engine holds nothing for the request.
 
 Each of a request's n sequences (children) ends by itself. The request ends with the last of them, or with an error of
 any. After a remote prefill the sequences fork from the lease, and each takes one of the spare blocks behind the prompt.
@@ -91,7 +91,7 @@ class DecodeHandOff:
         self._state = HandOffState.RESERVED
         self._first_output = self.local  # The first output of a local prefill is still to come
         self._ended_children: set[int] = set()  # Children that have ended for the gateway
-        self._in_engine = 0  # Children that the engine holds something for
+        self._in_engine = 0  # Children with a sequence in the engine
         self._reservation = reservation.pop_all()  # Ends what the reservation holds
 
     @property
@@ -272,7 +272,7 @@ class DecodeHandOff:
                 self._pod.engine_loop.abort(self.request.request_id, child)
 
     async def drained(self) -> None:
-        """Returns once the engine holds nothing for the request, and never will."""
+        """Returns once the engine holds nothing for the request, for good."""
         await self._drained.wait()
 
     def _set_drained(self) -> None:

@@ -25,8 +25,7 @@ import torch
 from common.block_hash import HASH_BYTES
 from common.errors import ConfigError, InternalError, InvalidRequest
 from common.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarTokenizer
-from common.kv_groups import split_layers
-from common.kv_layout import KVLayout, LayerGroup
+from common.kv_layout import KVLayout
 from common.model.directory import directory_name
 from common.model.generation import end_token_ids
 from common.types import ValidRequest
@@ -39,7 +38,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import gpu_start_lock, make_current, require_memory
-from engine.hybrid import check_hybrid, make_states, num_states, state_layout
+from engine.hybrid import check_hybrid, kv_groups_of, make_states, num_states, state_layout
 from engine.kv.groups.grouped_blocks import make_block_pool
 from engine.kv.groups.state_blocks import StateBlockPool
 from engine.kv.groups.state_pool import EXTRA_SLOTS
@@ -48,7 +47,7 @@ from engine.kv.ledger import CacheCallbacks
 from engine.kv.tiers.cold_codec import check_codec
 from engine.kv.tiers.disk_copier import start_disk_tier
 from engine.kv.tiers.host_copier import HostCopier, HostKVPool
-from engine.models.base import Model, ModelShape
+from engine.models.base import Model
 from engine.models.loader import open_model
 from engine.models.pooling import pooling_of
 from engine.parallel.leader import EngineBuilder, TensorParallelBuilder
@@ -98,7 +97,7 @@ class Engine:
         form = config.load_format, config.weights_seed, config.weights
         source = open_model(config.model_dir, *form, deterministic=config.deterministic)
         self.spec = spec = source.spec
-        groups = _kv_groups(config, spec)
+        groups = kv_groups_of(config, spec)
         self.device = device = config.resolve_device()
         if config.deterministic:
             dtype = config.resolve_dtype(device)
@@ -474,25 +473,6 @@ class Engine:
             adapters=self._slots,
             states=make_states(self.spec.states, kv, self.config.resolve_dtype(self.device)),
         )
-
-
-def _kv_groups(config: EngineConfig, spec: ModelShape) -> tuple[LayerGroup, ...]:
-    """Returns the KV groups of a model. Raises ConfigError for groups with a setting that does not support them."""
-    groups = split_layers(spec.windows) if config.kv_groups and spec.states is None else ()
-    for name, asked, why in (
-        ("tensor_parallel_size", config.tensor_parallel_size > 1, "ranks exchange whole blocks"),
-        ("kv_order", config.kv_order == "heads", "it is for pods with several ranks, which exchange whole blocks"),
-        ("speculation_model", config.speculation_model is not None, "the draft model's KV lies in whole blocks"),
-        ("host_cache", config.host_cache > 0, "the host tier keeps whole blocks"),
-        ("max_adapters", config.max_adapters > 0, "adapters were not proven with several block tables"),
-        ("prefix_cache", not config.prefix_cache, "window pages are released into the prefix cache"),
-        ("cache_policy", config.cache_policy != "lru", "pages that left a window need an order of their own"),
-        ("cache_pin", config.cache_pin > 0, "a pinned block has no window pages"),
-    ):
-        if groups and asked:
-            problem = f"{name} {getattr(config, name)} cannot be combined with kv_groups for this model: {why}"
-            raise ConfigError(problem, field=name)
-    return groups
 
 
 def _checked_max_len(asked: int, max_position: int) -> int:

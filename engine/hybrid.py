@@ -1,4 +1,4 @@
-"""Hybrid models in an engine: what they do not support yet, and the number of their recurrent states."""
+"""Models with several kinds of layers: their KV groups, the number of their states, and what they do not support."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
+from common.kv_groups import split_layers
+from common.kv_layout import LayerGroup
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import format_bytes
 from engine.kv.groups.state_pool import EXTRA_SLOTS, StatePool, StateShape
@@ -38,6 +40,25 @@ def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
         if reason:
             problem = f"not supported for {spec.architecture}, which has a recurrent state: {reason}; leave it off"
             raise ConfigError(f"{field}: {problem}", field=field)
+
+
+def kv_groups_of(config: EngineConfig, spec: ModelShape) -> tuple[LayerGroup, ...]:
+    """Returns the KV groups of a model. Raises ConfigError for groups with a setting that does not support them."""
+    groups = split_layers(spec.windows) if config.kv_groups and spec.states is None else ()
+    for name, asked, why in (
+        ("tensor_parallel_size", config.tensor_parallel_size > 1, "ranks exchange whole blocks"),
+        ("kv_order", config.kv_order == "heads", "it is for pods with several ranks, which exchange whole blocks"),
+        ("speculation_model", config.speculation_model is not None, "the draft model's KV lies in whole blocks"),
+        ("host_cache", config.host_cache > 0, "the host tier keeps whole blocks"),
+        ("max_adapters", config.max_adapters > 0, "adapters were not proven with several block tables"),
+        ("prefix_cache", not config.prefix_cache, "window pages are released into the prefix cache"),
+        ("cache_policy", config.cache_policy != "lru", "pages that left a window need an order of their own"),
+        ("cache_pin", config.cache_pin > 0, "a pinned block has no window pages"),
+    ):
+        if groups and asked:
+            problem = f"{name} {getattr(config, name)} cannot be combined with kv_groups for this model: {why}"
+            raise ConfigError(problem, field=name)
+    return groups
 
 
 def state_layout(shape: StateShape | None, dtype: str) -> dict[str, Any]:

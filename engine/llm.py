@@ -63,7 +63,7 @@ class Completion:
 
 
 class LLM:
-    """A model in this process. The attribute `engine` is for tests and benchmarks."""
+    """A model in this process. Tests and benchmarks may use its attribute `engine`; its interface is not stable."""
 
     def __init__(self, model: Path | str, **config: Any) -> None:
         """Loads a model.
@@ -138,8 +138,8 @@ class LLM:
             adapter: The name of a LoRA adapter (`add_adapter`), one for all prompts or a list; None for the base model.
             show_progress: Show a bar on a terminal, else log lines.
 
-        Returns the completions in the order of the prompts; n in a row for params with n > 1, which share one prefill.
-        Raises InvalidRequest if a prompt can never run; no prompt has run then.
+        Returns the completions in the order of the prompts. A prompt with n > 1 has n of them in a row, after one
+        prefill. Raises InvalidRequest if a prompt can never run; in that case none of the prompts runs.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if any(isinstance(p, int) for p in texts):
@@ -202,7 +202,7 @@ class LLM:
             call = _GenerateCall()
             # The adapters themselves, because another thread may remove a name before the sequence is made.
             loaded = [None if name is None else self.engine.adapters.named(name) for name in adapters]
-            for (text, ids), sampling, wanted, own in zip(prompts, each, grammars, loaded, strict=True):
+            for (text, ids), sampling, own_grammar, own_adapter in zip(prompts, each, grammars, loaded, strict=True):
                 self._requests += 1
                 request = ValidRequest(
                     f"local-{self._requests}",
@@ -210,8 +210,8 @@ class LLM:
                     ids,
                     sampling,
                     cache_salt,
-                    grammar=wanted,
-                    adapter="" if own is None else own.digest,
+                    grammar=own_grammar,
+                    adapter="" if own_adapter is None else own_adapter.digest,
                 )
                 for child in range(sampling.n):
                     call.completions[request.request_id, child] = Completion(text, ids, self.decode, child=child)

@@ -3,8 +3,8 @@
     start -> running -> stop: abort all sequences (on_step gets them), refuse waiting messages, end the thread
 
 All access to the engine goes through the inbox, which never blocks the sender. With overlap a step may be on the device
-while a message runs: its results for sequences that end now are dropped, and new sequences are in the next step. A
-failed step ends its sequences, and an error of on_step is logged; neither ends the loop.
+while a message runs. The step's results are dropped for the sequences that the message ends, and a sequence that it
+adds joins the next step. A failed step ends its sequences, and an error of on_step is logged; neither ends the loop.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from common.errors import BatonError, InternalError, Unavailable, describe
+from common.process.thread_call import ThreadCall
 from common.process.watchdog import Heartbeat
 from common.types import FinishReason
 from engine.device import make_current
@@ -70,7 +71,7 @@ class EngineLoop:
             raise InternalError(f"the engine did not stop within {timeout_s:g} s")
 
     def add(self, seq: Sequence, on_refused: Callable[[BatonError], None]) -> None:
-        """Adds a sequence and its lease to the engine. on_refused may run on the engine's thread or on this one."""
+        """Adds a sequence and its lease to the engine. on_refused runs on the engine's or on the caller's thread."""
 
         def refuse(error: BatonError) -> None:
             if seq.lease is not None:
@@ -105,22 +106,9 @@ class EngineLoop:
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` between two steps. The future gets its result or error, or Unavailable if the loop ended."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        def refuse(error: BatonError) -> None:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-        self._send(run, refuse)
-        return future
+        call = ThreadCall(function)
+        self._send(call.run, call.refuse)
+        return call.future
 
     def _send(self, run: Callable[[], None], refuse: Callable[[BatonError], None] = lambda _: None) -> None:
         with self._send_lock:

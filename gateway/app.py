@@ -132,7 +132,7 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
             except BatonError as e:
                 return _error(e)
             except Exception:
-                _log.exception("request failed by our fault")
+                _log.exception("a request failed inside the gateway")
                 return _error(InternalError("internal error"))
 
         return Route(path, respond, methods=list(methods) or None)

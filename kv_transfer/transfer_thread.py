@@ -25,6 +25,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from common.errors import TransferFailed, describe
+from common.process.thread_call import ThreadCall
 from common.process.watchdog import Heartbeat
 from kv_transfer.backend.interface import Backend, Notification, WriteState
 from kv_transfer.memory import MemoryKind, PoolMemory
@@ -96,18 +97,9 @@ class TransferThread:
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs the function like `submit` and returns a future with its result."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as e:
-                future.set_exception(e)
-
-        self.submit(run)
-        return future
+        call = ThreadCall(function)
+        self.submit(call.run)
+        return call.future
 
     async def run(self, function: Callable[[], T]) -> T:
         """Runs the function like `submit` and waits for its result. Event loop."""

@@ -1,4 +1,4 @@
-"""Requests that a pod serves, and retries of an answer that is expected to change."""
+"""The requests that a pod serves, and a loop that asks again while an answer is temporary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PodRequest(Protocol):
         """Ends the request with `error`. Idempotent."""
 
     async def drained(self) -> None:
-        """Returns once the pod holds nothing for the request, and never will."""
+        """Returns once the pod holds nothing for the request, for good."""
 
 
 R = TypeVar("R", bound=PodRequest)
@@ -42,7 +42,7 @@ class RequestRegistry(Generic[R]):
     """
 
     def __init__(self) -> None:
-        self.on_drained: Callable[[R], None] = lambda _: None  # Called with each request that was drained.
+        self.on_drained: Callable[[R], None] = lambda _: None  #: Called with each drained request.
         self._entries: dict[str, R] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()

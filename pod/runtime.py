@@ -53,6 +53,7 @@ from pod.monitoring.gpu import (
     processor_id,
     require_mappable_kv,
 )
+from pod.monitoring.load import measure_load
 from pod.monitoring.metrics import PodMetrics
 from pod.monitoring.rates import PodRates
 from pod.monitoring.watch import PodWatch
@@ -449,26 +450,8 @@ class PodRuntime:
 
     def load(self) -> PodLoad:
         """Returns the load and the rates that routing weighs."""
-        stats = self.engine.scheduler.stats()
-        prefill_rate, prefill_overhead_s = self.rates.prefill_fit()
-        step_s, step_slope_s = self.rates.decode_fit()
-        transfer_rate, hand_off_s = self.rates.transfer_fit()
-        return PodLoad(
-            queued_tokens=self._embedder.requests.queued_tokens + self.requests.queued_tokens,
-            running=stats.running,
-            waiting=stats.waiting,
-            reserved=max(0, self.requests.num_sequences - stats.running - stats.waiting),
-            free_blocks=self.engine.pool.blocks_that_fit(self.engine.pool.num_available()),
-            draining=self.lifecycle.draining,
-            prefill_rate=prefill_rate,
-            prefill_overhead_s=prefill_overhead_s,
-            step_s=step_s,
-            step_slope_s=step_slope_s,
-            transfer_rate=transfer_rate,
-            hand_off_s=hand_off_s,
-            pull_s=self.rates.pull_s(),
-            disk_rate=self.engine.pool.disk_tokens_per_s(),
-        )
+        draining = self.lifecycle.draining
+        return measure_load(self.engine, self.rates, self.requests, self._embedder, draining=draining)
 
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:
         """Counts a hand-off that this pod completed as the sender, `seconds` after its first push."""

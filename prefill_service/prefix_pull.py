@@ -2,10 +2,10 @@
 
     hint -> cheaper than computing? -> lease blocks -> pull -> publish -> the prompt finds them in the cache
 
-A pull is worth it if it takes less time than computing the same tokens, by this pod's measurements of both. A prompt
-waits for a pull no longer than computing would take, so a failed pull makes it at most about twice as late. The lease
-ends as soon as the blocks are published, so waiting prompts hold no blocks. The blocks of a failed pull stay pinned for
-the writer. Prompts that want the same blocks at the same time share one pull. Event loop.
+A pull is made if it takes less time than computing the same tokens, by this pod's measurements of both. A prompt waits
+for a pull no longer than computing would take, so a failed pull makes it at most about twice as late. The lease ends
+when the blocks are published, so waiting prompts hold no blocks. The blocks of a failed pull stay pinned until the
+writer has stopped. Prompts that want the same blocks at the same time share one pull. Event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pod.runtime import PodRuntime
 _log = logging.getLogger(__name__)
 
 MIN_TIME_S, MAX_TIME_S = 0.05, 10.0  # Bounds of a pull's time limit.
-UNKNOWN_TIME_S = 0.5  # Largest time limit before a full prefill step was measured
+UNKNOWN_TIME_S = 0.5  # Largest time limit of a pull before a full prefill step was measured
 SMALL_STEP_FACTOR = 4.0  # Small steps underestimate the time of computing: their estimate is multiplied by this
 
 

@@ -8,12 +8,9 @@ number of tokens: it reports to the gateway that the pod's token stream has ende
 gateway tells it to stop. The next pod loses the answer too with a probability of AGAIN. Requests are streams and whole
 answers, greedy and seeded, with one or two samples. Every token is one word, so a wrong token changes the text.
 
-- forced: migrations.
-- mismatches: answers with a wrong text.
-- failed: answers with an error.
-- answers: right answers.
+- forced: migrations. on_tokens: the same by the length of the answer at that moment.
+- answers, mismatches, failed: right answers, answers with a wrong text, answers with an error.
 - resumed_sequences: samples that the gateway continued on another pod, by outcome.
-- on_tokens: migrations by the length of the answer at that moment.
 """
 
 from __future__ import annotations

@@ -86,10 +86,11 @@ async def run(console: Console, source: Path, target: Path, sending: Sending, *,
 
     `retry_errors` also sends requests again that have errors as answers. Raises ConfigError, Unavailable.
     """
-    from cli.batch import Answers, base_url, check, requests, send_all
+    from cli.batch import Answers, check, requests, send_all
+    from cli.client import server_url
 
     total = check(source)
-    base_url(sending.url)
+    server_url(sending.url)
     began = time.monotonic()
     number, reasons = Counter[str](), Counter[str]()
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)

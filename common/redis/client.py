@@ -1,4 +1,4 @@
-"""Redis clients of any topology, Lua scripts that run by their digest, and a circuit breaker."""
+"""Redis clients of any topology, Lua scripts that run by their digest, and calls of a Redis that may be away."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, NoScriptError, RedisClusterException, RedisError, TimeoutError
 
-from common.errors import ConfigError, describe, first_line, timed_out
+from common.errors import ConfigError, IndexUnavailable, describe, first_line, timed_out
 from common.redis.url import RedisUrl, TlsOptions
 
 #: Errors of a server that is down or misbehaves. asyncio's TimeoutError is included: it is an OSError.
@@ -144,6 +144,43 @@ class LuaScript:
             return await client.evalsha(self._sha, len(keys), *keys, *args)
         except NoScriptError:
             return await client.eval(self._text, len(keys), *keys, *args)
+
+
+class ScriptRunner:
+    """Runs Lua scripts in a Redis that may be away: few at a time, with a time limit, behind a circuit breaker."""
+
+    def __init__(self, url: str | None, *, timeout_s: float, max_calls: int = 8) -> None:
+        """`url`: None for no Redis. `timeout_s`: limit of a call. `max_calls`: calls at the same time; others wait."""
+        self._client: RedisClient | None = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
+        self._timeout_s = timeout_s
+        self._breaker = CircuitBreaker()
+        self._slots = asyncio.Semaphore(max_calls)
+
+    @property
+    def has_redis(self) -> bool:
+        """There is a Redis, which may be away."""
+        return self._client is not None
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def run(self, script: LuaScript, keys: Sequence[str], args: Sequence[RedisArg]) -> Any:
+        """Runs a script and returns its answer. Raises IndexUnavailable without an answer within the time limit."""
+        if self._client is None:
+            raise IndexUnavailable("there is no Redis")
+        async with self._slots:
+            if not self._breaker.allow_call():
+                raise IndexUnavailable(f"Redis did not answer the last calls: {self._breaker.cause}")
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await script.run(self._client, keys, args)
+            except REDIS_FAILURES as e:
+                self._breaker.record_failure(cause := describe(e, limit_s=self._timeout_s))
+                raise IndexUnavailable(f"Redis does not answer: {cause}") from e
+            self._breaker.record_success()
+            return answer
 
 
 class _SentinelRedis(redis.Redis):

@@ -36,7 +36,7 @@ class GroupedMetadata(NamedTuple):
 
 
 class GroupedAttention:
-    """AttentionBackend over KV groups. The methods of `TritonAttention` work if the groups' backends are such."""
+    """AttentionBackend over KV groups. Methods that only `TritonAttention` has need backends of that class."""
 
     def __init__(self, windows: Sequence[int], make: Callable[[int | None], Backend]) -> None:
         """`windows` has the window of each group, 0 for none; `make` makes the backend of layers with a window."""

@@ -1,6 +1,6 @@
-"""The pool of KV blocks: leases, prefix matches, and what of the colder tiers an engine asks for.
+"""The pool of KV blocks: leases, prefix matches, and the calls to the host tier and the disk tier.
 
-ledger.py has the states of a block, lease.py what a sequence holds.
+ledger.py has the states of a block, lease.py the blocks of a sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.kv.tiers.segment_store import SegmentStore
 
 
 class BlockPool(BlockLedger):
-    """The blocks, a prefix cache and, on request, a host tier. Thread-safe; methods with `_` need the lock."""
+    """The blocks, a prefix cache and, on request, a host tier. Thread-safe; private methods need the lock."""
 
     def attach_disk_tier(self, store: SegmentStore) -> DiskTier:
         """Puts a disk tier behind the host tier. Call it once, before the first lease."""
@@ -29,7 +29,7 @@ class BlockPool(BlockLedger):
         return self.disk_tier
 
     def load_from_disk(self, hashes: Sequence[bytes], compute_s: Callable[[int], float] | None = None) -> DiskLoad:
-        """Starts to read what follows the cached prefix of `hashes`, see DiskTier.load; done without a disk tier."""
+        """Starts to read the blocks after the cached prefix, see DiskTier.load. No effect without a disk tier."""
         return NO_LOAD if self.disk_tier is None else self.disk_tier.load(hashes, compute_s)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -37,7 +37,7 @@ class BlockPool(BlockLedger):
         return -(-num_tokens // self.block_size)
 
     def blocks_that_fit(self, num_pages: int) -> int:
-        """Returns the blocks of the longest sequence that fits in so many pages: with KV groups they are fewer."""
+        """Returns the number of blocks of the longest sequence that fits in `num_pages` pages: fewer with KV groups."""
         return num_pages
 
     @property
@@ -92,7 +92,7 @@ class BlockPool(BlockLedger):
             return count if self.host_tier is None else count + self.host_tier.match(hashes[count:])
 
     def prefix_pages(self, num_blocks: int) -> int:
-        """Returns the number of pages in which a prefix of blocks is lent to another pod: more with KV groups."""
+        """Returns the number of pages that another pod reads for a prefix of blocks: more with KV groups."""
         return num_blocks
 
     def lendable_blocks(self, hashes: Sequence[bytes]) -> int:
@@ -101,7 +101,7 @@ class BlockPool(BlockLedger):
             return len(self._cache.match(hashes))
 
     def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
-        """Pins for a reader the longest prefix of `hashes` in the pool, from block `first` on; None without blocks."""
+        """Pins the longest prefix of `hashes` in the pool for a reader, from block `first` on. None if it is empty."""
         with self.lock:
             matched = self._cache.match(hashes)[first:]
             return BlockPin(self, matched, is_writer=False) if matched else None
@@ -132,7 +132,7 @@ class BlockPool(BlockLedger):
             return StepFence(self)
 
     def num_available(self) -> int:
-        """Returns the number of blocks that a lease could get, if need be after copies to the host."""
+        """Returns the number of blocks that a lease can get, now or after the pending copies to the host."""
         with self.lock:
             return self._num_allocatable() + len(self._cache.unsaved) + len(self._cache.saving)
 

@@ -8,12 +8,10 @@
 GDSF is GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998) with one size and cost for all blocks. S3-FIFO is from Yang
 et al., "FIFO queues are all you need for cache eviction" (SOSP 2023).
 
-Only leaves are evicted: blocks that no cached block continues. So the cached hashes stay prefix-closed whatever the
-policy is. A retention ends at its time; the block is then a normal one. Pinned blocks are bounded, in all and for each
-tenant, and further ones are `high`. They are evicted only when nothing else is left, so a pin never refuses a request.
-
-`LeafOrder` has the methods of the OrderedDict that the prefix cache uses without policy and retention. The lock of the
-block pool guards all data of this module.
+Only leaves are evicted: blocks that no cached block continues. So the cached hashes stay prefix-closed under any
+policy. A retention ends at its time; the block is then a normal one. Pinned blocks are bounded, in all and for each
+tenant; blocks beyond the bound are `high`. A pinned block is evicted when nothing else is left, so a pin never refuses
+a request. The lock of the block pool guards all data of this module.
 """
 
 from __future__ import annotations
@@ -168,7 +166,10 @@ POLICIES: dict[str, type[PolicyState]] = {"lru": PolicyState, "gdsf": Gdsf, "s3f
 
 
 class LeafOrder:
-    """The evictable blocks; `popitem` takes the leaf that the policy and the retentions put first."""
+    """The evictable blocks; `popitem` takes the leaf that the policy and the retentions put first.
+
+    It has the methods of the OrderedDict that the prefix cache uses without policy and retention.
+    """
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ MIN_COMPILED_WEIGHTS = 8 << 20
 
 #: The attention, or the KV write, of a step: the function that `TorchOps` makes for the layers' kind of attention.
 StepFn = Callable[[Any, Any, Any], Any]
-LayerCache = LayerKV | LayerState  # What a layer has of the tokens before the step.
+LayerCache = LayerKV | LayerState  #: Keys and values, or a recurrent state, of the tokens before the step.
 
 
 class Layer(nn.Module):
@@ -245,7 +245,7 @@ class Decoder(nn.Module):
         )
 
     def _caches(self, context: ForwardContext) -> Sequence[LayerCache]:
-        """Returns what each layer has of the tokens before the step."""
+        """Returns the keys and values, or the recurrent states, of each layer."""
         if not isinstance(self.spec, HybridModelSpec):
             return context.cache
         assert context.states is not None
@@ -285,7 +285,7 @@ class Decoder(nn.Module):
         return logits if self.spec.logits_divisor == 1.0 else logits.div_(self.spec.logits_divisor)
 
     def prepare(self) -> None:
-        """Brings loaded weights into the form of the device's kernels, if that is another."""
+        """Brings loaded weights into the form that the device's kernels need."""
         for layer in self.layer_list:
             if isinstance(layer.mlp, MoE):
                 layer.mlp.experts.check_scales()

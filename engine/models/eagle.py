@@ -30,12 +30,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.errors import ConfigError, describe
-from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder, make_ops
 from engine.models.layers import MLP, Attention, Embedding, Linear, LinearSlice, RMSNorm, allocate
 from engine.models.ops import float32_product, rms_norm_torch
 from engine.models.spec import ARCHITECTURES, ModelSpec, NotNative, parse_spec, read_json
+from engine.models.weights.load import checkpoint_targets
+from engine.models.weights.random_weights import randomize
 
 UNKNOWN_LOGIT = -1e30  # Logit of a token outside the head's vocabulary. Finite: -inf means a failed step.
 _SAMPLES, _SAMPLE_BYTES = 1024, 256  # `eagle_revision` hashes this many samples of the file, of this size.
@@ -246,7 +247,7 @@ def load_eagle_head(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: 
             raise draft_error("d2t maps to tokens outside the model's vocabulary")
     elif spec.draft_vocab:
         raise draft_error("the head has its own vocabulary, but the checkpoint has no d2t")
-    targets = {name: part.tensor for name, part in weights.checkpoint_targets(head).items() if part.tensor is not None}
+    targets = {name: part.tensor for name, part in checkpoint_targets(head).items() if part.tensor is not None}
     for name, tensor in tensors.items():
         if name not in targets:
             raise draft_error(f"the checkpoint has a tensor {name} that an EAGLE head does not use")
@@ -266,7 +267,7 @@ def random_eagle_head(spec: EagleSpec, seed: int, target: Decoder, max_len: int,
     head = EagleHead(
         spec, target, max_len, device, dtype, own_embedding=own_embedding, own_head=spec.is_eagle3, fc_bias=bias
     )
-    weights.randomize(head, seed)
+    randomize(head, seed)
     return head
 
 

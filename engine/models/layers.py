@@ -1,6 +1,6 @@
 """Parameters of a decoder: linear layers, norms, attention and MLP, without their computation.
 
-Each module names its tensors in the checkpoint, so `engine/models/weights.py` loads and shards any of them in one way.
+Each module names its tensors in the checkpoint, so `weights/load.py` loads and shards any of them in one way.
 `engine/models/ops.py` computes with these modules in plain torch, `engine/models/fused.py` with Triton kernels.
 """
 

@@ -15,11 +15,13 @@ import torch
 
 from common.errors import ConfigError
 from engine.device import format_bytes, require_memory
-from engine.models import weights
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
 from engine.models.ops import AllReduce
 from engine.models.spec import UNSHARDED, ModelSpec, NotNative, Shard, eos_token_ids, parse_spec, read_config
+from engine.models.weights.load import load_weights
+from engine.models.weights.random_weights import randomize
+from engine.models.weights.revision import digest, weights_revision
 from engine.quantization.formats import read_quantization
 from engine.quantization.scheme import Quantization, at_load
 
@@ -44,13 +46,13 @@ class ModelSource:
     def revision(self, device: torch.device) -> str:
         """Returns 16 hex digits for configuration and weights. Equal revisions compute the same KV on `device`."""
         if self.seed is None:
-            revision = weights.weights_revision(self.spec, self.model_dir)
+            revision = weights_revision(self.spec, self.model_dir)
         else:
-            revision = weights.digest(f"dummy {self.seed} {device.type} {self.spec!r}")
+            revision = digest(f"dummy {self.seed} {device.type} {self.spec!r}")
         forms = [] if self.quantization is None else [repr(self.quantization)]
         # The KV of the deterministic mode has other bits, so pods with and without it must not exchange blocks.
         forms += ["deterministic"] if self.deterministic else []
-        return weights.digest(" ".join([revision, *forms])) if forms else revision
+        return digest(" ".join([revision, *forms])) if forms else revision
 
     def check_layers(self) -> None:
         """Raises ConfigError if layers are quantised in a way that `load` refuses. It makes them without memory."""
@@ -87,9 +89,9 @@ class ModelSource:
             model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce, **options)
             if self.seed is None:
                 assert isinstance(self.spec, ModelSpec)
-                weights.load_weights(model, self.model_dir, self.spec, shard, quantization)
+                load_weights(model, self.model_dir, self.spec, shard, quantization)
             else:
-                weights.randomize(model, self.seed, shard)
+                randomize(model, self.seed, shard)
             if quantization is not None:
                 _log.info("weights: %s, %s in the layers", quantization.text, format_bytes(model.quantized_size()))
             model.prepare()

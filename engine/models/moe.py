@@ -111,8 +111,7 @@ class Experts(nn.Module):
             float32 for groups, [E, outputs, groups].
         gate_up_zeros, down_zeros: uint8, zeros of the groups of 4-bit numbers; None in other forms.
         input_scales: float32 [E] by "gate_up" and "down": scales of their inputs, with static activations.
-        scheme: how the checkpoint quantises the weights, or how they are quantised while they load; None: not at all,
-            or in MXFP4.
+        scheme: how the weights are quantised in the checkpoint or while they load; None: not at all, or in MXFP4.
         first: number of the first expert. A token's other experts belong to other ranks and are left out here.
     """
 

@@ -64,7 +64,7 @@ class Quantization:
     """How the linear layers of a model are quantised. The first rule that matches a layer's name decides."""
 
     method: str  #: The name of the format, as in `quant_method`, or the setting `weights`.
-    file: str  #: The file that says so, for errors.
+    file: str  #: The file that names the format, for errors.
     rules: tuple[Rule, ...]
     kv_scales: bool = False  #: The checkpoint may have scales of the KV cache. Baton's KV has scales of its own.
 
@@ -74,7 +74,7 @@ class Quantization:
 
     @property
     def text(self) -> str:
-        """What is loaded, in words: the format and the scheme of most layers."""
+        """The format and the scheme of most layers, in words."""
         schemes = [rule.scheme for rule in self.rules if rule.scheme is not None]
         return f"{self.method} ({schemes[-1].text})" if schemes else f"{self.method} (experts)"
 

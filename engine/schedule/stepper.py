@@ -1,19 +1,17 @@
 """The life of a step: planned, launched, running on the device, collected. Policy only, over a StepRunner.
 
-With overlap, a step is launched before the result of the step before it is read:
+With overlap, a step is launched before the result of the step before it is read, at most two steps at a time:
 
     host     plan+launch 1 | plan+launch 2 |  wait  | collect 1 | plan+launch 3 | wait | collect 2 | ...
     device                 |        step 1          |          step 2           |        step 3 ...
 
-- At most two steps are launched at a time. Tokens that the host has not seen are read on the device.
+- Tokens that the host has not seen are read on the device.
 - A step after a decode step is launched as late as the times of the last steps allow, to include new requests.
 - The launch of long prompts takes tens of milliseconds. If the step before ends during it, its result is reported
   between two layers of the launch (`LaunchCallback`).
-- A step with drafts, or after one, is planned after the result of the step before it. The callers get this result after
-  the launch, unless a sequence ended or a chunk was done.
-- A limit on tokens is known in advance. A stop token, an abort, a failure or a preemption is known one step late: the
-  result of the step in flight is then discarded, and the fence of that step keeps the blocks until it has ended.
-- A step waits STEP_WAIT_S for masks. A sequence with a later mask is preempted and joins a later step.
+- A step with drafts, or after one, is planned after the result of the step before it.
+- A stop token, an abort, a failure or a preemption is known one step late: the result of the step in flight is then
+  discarded, and the fence of that step keeps the blocks until it has ended.
 """
 
 from __future__ import annotations
@@ -161,7 +159,8 @@ class Stepper(Generic[L]):
             if self._in_flight is not None:
                 self._sample_deferred(self._in_flight)
             if self._launches_late and not any(o.ended or o.chunk_done for o in result.outputs):
-                self._in_flight = self._launch()  # a launch may preempt, and no caller needs the leases now
+                # Callers get the result after this launch, which may preempt: no caller needs the leases now.
+                self._in_flight = self._launch()
             self.under_way = () if self._in_flight is None else (self._in_flight.scheduled,)
             if current.early_error is not None:
                 raise current.early_error
@@ -322,7 +321,10 @@ class Stepper(Generic[L]):
     def _late_constraints(
         self, live: abc.Sequence[tuple[ScheduledSequence, RunnerOutput | InternalError]]
     ) -> set[Sequence]:
-        """Advances the constraints by the sampled tokens. Returns the sequences with late masks."""
+        """Advances the constraints by the sampled tokens. Returns the sequences whose masks took more than STEP_WAIT_S.
+
+        Such a sequence is preempted, and joins a later step.
+        """
         jobs: dict[Sequence, list[MaskJob]] = {}
         for entry, result in live:
             if (constraint := entry.seq.constraint) is not None and isinstance(result, RunnerOutput):

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
-from engine.models import eagle, weights
+from engine.models import eagle
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
 from engine.models.eagle import EagleSpec, draft_error
 from engine.models.loader import ModelSource, open_model
 from engine.models.spec import ModelSpec
+from engine.models.weights.revision import digest
 from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, SeparateDraftModel
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class EagleSource:
         if self.seed is None:
             revision = eagle.eagle_revision(self.spec, self.model_dir)
         else:
-            revision = weights.digest(f"eagle dummy {self.seed} {device.type} {self.spec!r}")
+            revision = digest(f"eagle dummy {self.seed} {device.type} {self.spec!r}")
         return {**_layout_fields(self.spec.layer, revision), "draft_state": self.spec.layer.hidden_size}
 
     @torch.inference_mode()

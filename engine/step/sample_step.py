@@ -52,11 +52,12 @@ class SampleStep:
         self._hidden[:count].copy_(hidden[:count])
 
     def run(self, rows: int, adapter_slots: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """Samples after the first rows that `keep` has kept. Returns two buffers that the next step overwrites.
+        """Samples from the first `rows` hidden states that `keep` has kept.
 
         adapter_slots: int64 [rows], None if no row has an adapter.
 
-        These are the tokens, int64 [rows], with -1 where logits were not finite, and the logits, float32 [rows, vocab].
+        Returns the tokens, int64 [rows], with -1 where logits were not finite, and the logits, float32 [rows, vocab].
+        The next step overwrites both.
         """
         size = next(size for size in reversed(self._sizes) if size >= rows)
         if adapter_slots is not None:

@@ -15,7 +15,7 @@ from engine.schedule.scheduler import ScheduledSequence
 
 
 class StateTable:
-    """The live state of each slot of the scheduler, and a copy of this table on the device for CUDA graphs."""
+    """Maps each slot of the scheduler to the pool's slot with its live state. CUDA graphs read a copy on the device."""
 
     def __init__(self, pool: StatePool, slots: int, *, fused: bool) -> None:
         """fused: the model computes with Triton kernels."""

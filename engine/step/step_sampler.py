@@ -29,11 +29,11 @@ MAX_LOGPROBS = 20  # Max alternatives that SamplingParams allows
 
 
 class StepSampler:
-    """Samples the tokens of all steps of a runner; without `sampler` in torch, which waits for the device.
+    """Samples the tokens of all steps of a runner. Without `sampler` torch samples, and waits for the device.
 
-    `last_tokens`, int64 [slots + 1], has the token that was sampled last in each slot. With `rejection` drafts are
-    accepted by rejection sampling, in torch. On a GPU this holds only for drafts with probabilities: for other drafts
-    coupled acceptance has the same distribution.
+    `last_tokens`, int64 [slots + 1], has the token that was sampled last in each slot. `rejection` accepts drafts by
+    rejection sampling, in torch. With a `sampler` only drafts with probabilities need it: for other drafts coupled
+    acceptance has the same distribution.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StepSampler:
         self._staged: list[Lease | None] = [None] * slots  # Lease of the sequence with its state in each slot
 
     def stage(self, seqs: Sequence[EngineSequence]) -> None:
-        """Stages the sampling state of the sequences that sample for the first time with their lease."""
+        """Stages the sampling state of each sequence that has a new lease since its state was staged."""
         if (sampler := self._sampler) is None:
             return
         for seq in seqs:

@@ -26,19 +26,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
+from common.errors import BatonError, DeadlineExceeded, Overloaded
 from common.settings.tiers import Tier, tier_of
 from gateway.admission.api_keys import Caller
-from gateway.admission.queue import (
-    BusySpeed,
-    FairQueue,
-    ForecastError,
-    PodSpeed,
-    ProvenSpeed,
-    QueueEntry,
-    QueueForecast,
-    WaitOutlook,
-)
+from gateway.admission.queue import BusySpeed, FairQueue, PodSpeed, ProvenSpeed, QueueEntry, QueueForecast
+from gateway.admission.rejections import TOLERATED_WAIT_S, Rejections, WaitOutlook
 from gateway.admission.tiers import ShortAnswers, TierQueue
 from gateway.telemetry.metrics import GatewayMetrics
 
@@ -46,7 +38,6 @@ _log = logging.getLogger(__name__)
 
 TARGET_POD_QUEUE_S = 1.0  #: Length of the pods' prompt queue that the gate keeps, so that pods are always busy.
 REPORT_DELAY_S = 0.1  #: A request that passed this recently may not be in the pods' reports yet.
-TOLERATED_WAIT_S = 0.5  #: No request is rejected for a shorter wait.
 TICK_S = (0.01, 0.25)  #: Shortest and longest pause between two looks at the pods' queues while requests wait.
 SHED_SHARE = 0.05  #: Forecasts of waiting requests take at most this share of the time.
 
@@ -58,8 +49,6 @@ NO_ROOM_S = 10.0  #: For this time after a refusal by all decode pods, only as m
 NO_ROOM_PAUSE_S = (0.1, 1.0)  #: Shortest and longest pause before full decode pods are asked again.
 LATE_FACTOR = 2.0  #: A late request is shed once it has been at the pods for this times its own work.
 LATE_CHECK_S = 1.0  #: Longest pause before the next look at a late request that is not shed yet.
-
-MAX_RETRY_S = 60.0  #: Largest Retry-After.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +76,7 @@ class Gate:
         self._metrics = metrics
         self._clock = clock
         self._queue: FairQueue | TierQueue = TierQueue(limits.tiers) if limits.tiers else FairQueue()
+        self._rejections = Rejections(limits.tiers, self._queue, metrics)
         self._short_answers = {tier: ShortAnswers() for tier in limits.tiers if tier.max_tokens is not None}
         self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}  #: Set when the entry passes or is evicted.
         self._running = 0  #: Requests that passed and were not released.
@@ -98,7 +88,6 @@ class Gate:
         self._first_tokens = BusySpeed()  #: Work per second of first tokens, while requests wait.
         self._ends = BusySpeed()  #: Answered requests per second that end, while requests run.
         self._proven = ProvenSpeed()
-        self._error = ForecastError()
         self._pods: PodSpeed | None = None  #: The rates as they were at `_pods_read_at`.
         self._pods_read_at = -math.inf
         self._measured = False  #: The speeds were measured in work by measured rates, not by assumed ones.
@@ -133,7 +122,8 @@ class Gate:
         now = self._clock()
         wait_s = 0.0
         if self._queue or not self._pods_have_room():
-            wait_s = self._wait_s(self._entry(caller, priority, 0, 0, math.inf, None), self._look())
+            entry = self._entry(caller, priority, 0, 0, math.inf, None)
+            wait_s = self._rejections.wait_s(entry, self._outlook())
         return tier.max_tokens if self._short_answers[tier].update(wait_s, now) else None
 
     def count_shortened(self, priority: int) -> None:
@@ -175,14 +165,14 @@ class Gate:
         entry.prompts_left, entry.shed = prompts, shed
         if self._try_pass(entry):
             return entry
-        self._require_in_time(entry, own=False)  # these raise before the hits are looked up
+        self._rejections.require_in_time(entry, self._outlook(), own=False)  # these raise before hits are looked up
         self._find_victim(entry)
         entry.prompt_tokens = max(1, prompt_tokens - await count_hits())
         if self._try_pass(entry):
             return entry
-        entry.forecast_s = self._require_in_time(entry, own=True)
+        entry.forecast_s = self._rejections.require_in_time(entry, self._outlook(), own=True)
         if (victim := self._find_victim(entry)) is not None:
-            self._end_wait(victim, self._queue_full_error(victim))
+            self._end_wait(victim, self._rejections.queue_full(victim, self._outlook()))
         now = entry.waited_from = self._clock()
         if not self._queue:
             self._turns.begin(now)
@@ -210,7 +200,8 @@ class Gate:
     def refuse_if_late(self, caller: Caller, priority: int, deadline: float, arrived_at: float) -> None:
         """Raises the error of `acquire` if even a request without a prompt would be late. Cheap if no request waits."""
         if self._queue:
-            self._require_in_time(self._entry(caller, priority, 0, 0, deadline, arrived_at), own=False)
+            entry = self._entry(caller, priority, 0, 0, deadline, arrived_at)
+            self._rejections.require_in_time(entry, self._outlook(), own=False)
 
     def on_first_token(self, entry: QueueEntry) -> None:
         """Called when one of the request's prompts has its first token."""
@@ -367,7 +358,7 @@ class Gate:
             if self._queue:
                 self._first_tokens.on_done(entry.work_s, now)
             if entry.forecast_s > TOLERATED_WAIT_S:
-                self._error.add(entry.forecast_s, now - entry.waited_from)
+                self._rejections.on_first_token(entry, now)
         self._changed.set()
 
     def _on_late(self, entry: QueueEntry) -> None:
@@ -381,8 +372,7 @@ class Gate:
             loop = asyncio.get_running_loop()
             entry.late_timer = loop.call_later(min(LATE_CHECK_S, left_s), self._on_late, entry)
             return
-        self._record_late(entry, now)
-        entry.shed(self._rejection(entry, f"no first token came in {now - entry.arrived_at:.3g} s", 1.0))
+        entry.shed(self._rejections.shed_at_pods(entry, now))
 
     # -- waiting
 
@@ -434,33 +424,24 @@ class Gate:
         For the requests with the next turns only the pods' queue counts, so a pause of the pods does not empty the
         queue. A request that is shed does not count for the requests behind it.
         """
-        began, look = time.perf_counter(), self._look()
-        kept = LEAST_PER_POD * max(1, look.pods.pods)
+        began, outlook = time.perf_counter(), self._outlook()
+        kept = LEAST_PER_POD * max(1, outlook.pods.pods)
         place, expected_tokens, work_s = 0, 0, 0.0
         for entry in self._queue.in_order():
             if place < kept:  # `acquire` ends it at its deadline
-                wait_s, latest = look.pod_queue_s, entry.arrived_at + (self._limits.max_ttft_s or math.inf)
+                wait_s, latest = outlook.pod_queue_s, entry.arrived_at + (self._limits.max_ttft_s or math.inf)
             else:
-                wait_s, latest = look.wait_s(expected_tokens, work_s), entry.latest
-            first_s, left_s = wait_s + look.compute_s(entry.prompt_tokens), latest - look.now
+                wait_s, latest = outlook.wait_s(expected_tokens, work_s), entry.latest
+            first_s, left_s = wait_s + outlook.compute_s(entry.prompt_tokens), latest - outlook.now
             if first_s > left_s and (wait_s > TOLERATED_WAIT_S or left_s < TOLERATED_WAIT_S):
-                self._record_late(entry, look.now)
-                self._end_wait(entry, self._late_error(entry, first_s, left_s))
+                self._end_wait(entry, self._rejections.shed_waiting(entry, outlook.now, first_s, left_s))
                 continue
             place += 1
             expected_tokens += entry.expected_tokens
-            work_s += look.pods.work_s(1, entry.prompt_tokens)
+            work_s += outlook.pods.work_s(1, entry.prompt_tokens)
         self._next_shed_at = self._clock() + max(TICK_S[1], (time.perf_counter() - began) / SHED_SHARE)
 
-    def _record_late(self, entry: QueueEntry, now: float) -> None:
-        """Counts a shed request, and records the error of its forecast."""
-        self._metrics.rejections.labels("late").inc()
-        if entry.forecast_s > TOLERATED_WAIT_S:
-            self._error.add(entry.forecast_s, max(entry.forecast_s, now - entry.waited_from))
-
-    # -- rejecting
-
-    def _look(self) -> WaitOutlook:
+    def _outlook(self) -> WaitOutlook:
         """Returns the values from which waits are forecast now."""
         now, forecast = self._clock(), self._forecast
         pods = self._pod_speed()
@@ -477,23 +458,6 @@ class Gate:
             turns_s if self._queue else None,
         )
 
-    def _require_in_time(self, entry: QueueEntry, *, own: bool) -> float:
-        """Returns the forecast of the seconds to the first token. Raises if it would be late.
-
-        `own`: the time of the request's own prompt counts too.
-        """
-        look, tolerance = self._look(), self._error.tolerance
-        wait_s = self._wait_s(entry, look)
-        first_s = wait_s + (look.compute_s(entry.prompt_tokens) if own else 0.0)
-        if wait_s > TOLERATED_WAIT_S and tolerance * first_s > entry.latest - look.now:
-            self._metrics.rejections.labels("forecast").inc()
-            raise self._late_error(entry, tolerance * first_s, entry.latest - look.now)
-        return first_s
-
-    def _late_error(self, entry: QueueEntry, first_s: float, left_s: float) -> BatonError:
-        """Returns the error of a request that has `left_s` seconds, but would get its first token after `first_s`."""
-        return self._rejection(entry, f"the first token would take about {first_s:.3g} s", first_s - left_s)
-
     def _find_victim(self, entry: QueueEntry) -> QueueEntry | None:
         """Returns the waiting request to evict so that `entry` fits; None if the queue has room.
 
@@ -503,30 +467,5 @@ class Gate:
             return None
         victim = self._queue.find_victim(entry)
         if victim is None:
-            raise self._queue_full_error(entry)
+            raise self._rejections.queue_full(entry, self._outlook())
         return victim
-
-    def _queue_full_error(self, entry: QueueEntry) -> BatonError:
-        self._metrics.rejections.labels("queue").inc()
-        return self._rejection(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry, self._look()))
-
-    def _wait_s(self, entry: QueueEntry, look: WaitOutlook) -> float:
-        """Returns the forecast of the seconds until a pod can start a request that comes now."""
-        if not self._queue:
-            return look.wait_s(0, 0.0)
-        ahead = self._queue.tokens_ahead(entry)
-        return look.wait_s(ahead.expected_tokens, look.pods.work_s(ahead.requests, ahead.prompt_tokens))
-
-    def _rejection(self, entry: QueueEntry, why: str, retry_s: float) -> BatonError:
-        """Returns Overloaded (429) if requests of the same tenant are ahead, else Unavailable (503).
-
-        A request below the highest tier gets Overloaded too: others may be served when this one is not.
-        """
-        retry_s = min(MAX_RETRY_S, max(1.0, retry_s))
-        if (tier := self.tier(entry.priority)) is not None:
-            self._metrics.tier_rejections.labels(tier.name).inc()
-            if tier is not self._limits.tiers[0]:
-                return Overloaded(f"the tier {tier.name} has no capacity left: {why}", retry_after_s=retry_s)
-        if not entry.tenant or self._queue.tokens_ahead(entry).own_expected_tokens:
-            return Overloaded(f"too many requests at once: {why}", retry_after_s=retry_s)
-        return Unavailable(f"the servers are overloaded: {why}", retry_after_s=retry_s)

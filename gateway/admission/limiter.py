@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import IndexUnavailable, InvalidRequest, QuotaExceeded, RateLimited, describe
-from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, RedisClient, connect_redis
+from common.errors import IndexUnavailable, InvalidRequest, QuotaExceeded, RateLimited
+from common.redis.client import LuaScript, ScriptRunner
 from gateway.admission.api_keys import Caller, KeyLimits
 from gateway.telemetry.metrics import GatewayMetrics
 
 TIMEOUT_S = 0.05
 RESERVATION_TTL_S, RENEW_S = 60.0, 15.0
-MAX_CALLS = 8  #: Concurrent Redis calls.
 _LUA = Path(__file__).parent / "lua"
 DAY_MS, MINUTE_MS = 86_400_000, 60_000
 CONCURRENT_WAIT_MS = 1000  #: Suggested wait of a request that was refused because too many run.
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """Whether a request fits into the limits of its key, and the rest of the limits."""
+    """Whether a request fits into the limits of its key, and what is left of them."""
 
     refused: str  # the limit that refused the request: requests, tokens, day or concurrent; "" if it was granted
     wait_ms: int  # milliseconds until a retry may succeed
@@ -48,7 +47,7 @@ class LimitDecision:
 
 @dataclass(slots=True)
 class _TokenBucket:
-    """Level at a time (ms); None is full."""
+    """The level of a bucket at the time `at`, in milliseconds since the epoch. None is full."""
 
     level: float | None = None
     at: int = 0
@@ -143,13 +142,12 @@ class TokenFields:
 
 
 class Limiter:
+    """Reserves requests and tokens from the limits of API keys, and settles them."""
+
     def __init__(self, url: str | None, metrics: GatewayMetrics, *, timeout_s: float = TIMEOUT_S) -> None:
         """`url`: Redis; None counts in this process only."""
-        self._client: RedisClient | None = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
+        self._redis = ScriptRunner(url, timeout_s=timeout_s)
         self._metrics = metrics
-        self._timeout_s = timeout_s
-        self._breaker = CircuitBreaker()
-        self._slots = asyncio.Semaphore(MAX_CALLS)
         self._take, self._settle, self._renew = (LuaScript(n, directory=_LUA) for n in ("take", "settle", "renew"))
         self._local: dict[str, KeyBuckets] = {}  # this process's own counts by key id
         self._running: dict[str, dict[str, Caller]] = {}  #: Callers of running requests by key id and request id.
@@ -158,11 +156,11 @@ class Limiter:
 
     async def start(self) -> None:
         """Starts to renew the reservations of running requests in Redis."""
-        if self._client is not None:
+        if self._redis.has_redis:
             self._renewing = asyncio.get_running_loop().create_task(self._renew_reservations())
 
     async def stop(self) -> None:
-        """Waits at most 1 s for running settlements, and closes the connections."""
+        """Waits at most 1 s for settlements in the background, and closes the connections."""
         if self._renewing is not None:
             self._renewing.cancel()
             with suppress(asyncio.CancelledError):
@@ -171,8 +169,7 @@ class Limiter:
             await asyncio.wait(self._tasks, timeout=1.0)
         for task in list(self._tasks):
             task.cancel()
-        if self._client is not None:
-            await self._client.aclose()
+        await self._redis.close()
 
     async def reserve(
         self,
@@ -206,7 +203,7 @@ class Limiter:
         per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
         args = (0, request_id, *per, tokens, int(RESERVATION_TTL_S * 1000), buckets.day, buckets.spent_today)
         # A task of its own: it goes on if this request is cancelled, so that `settle` follows it in Redis.
-        taking = asyncio.get_running_loop().create_task(self._run(self._take, _keys(caller), args))
+        taking = asyncio.get_running_loop().create_task(self._redis.run(self._take, _keys(caller), args))
         try:
             refused, *numbers = await asyncio.shield(taking)
             decision = LimitDecision(refused.decode(), *map(int, numbers))
@@ -244,7 +241,7 @@ class Limiter:
     def _settle_in_background(
         self, reservation: LimitReservation, used_tokens: int, *, after: asyncio.Task[Any] | None = None
     ) -> None:
-        if self._client is not None:
+        if self._redis.has_redis:
             task = asyncio.get_running_loop().create_task(self._settle_in_redis(reservation, used_tokens, after))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -259,7 +256,7 @@ class Limiter:
         limits = reservation.caller.limits
         args = (0, reservation.request_id, limits.tokens_per_minute, reservation.tokens, used_tokens, reservation.day)
         with suppress(IndexUnavailable):
-            await self._run(self._settle, _keys(reservation.caller), args)
+            await self._redis.run(self._settle, _keys(reservation.caller), args)
 
     async def _renew_reservations(self) -> None:
         """Renews the reservations of the running requests of each key, every RENEW_S."""
@@ -270,27 +267,11 @@ class Limiter:
                 if caller is None:  # the last request has ended meanwhile
                     continue
                 try:
-                    await self._run(self._renew, _keys(caller)[1:], (int(RESERVATION_TTL_S * 1000), *running))
+                    await self._redis.run(self._renew, _keys(caller)[1:], (int(RESERVATION_TTL_S * 1000), *running))
                 except IndexUnavailable:
                     pass  # the circuit breaker has the cause
                 except Exception:
                     _log.exception("the reservations of an API key could not be renewed")
-
-    async def _run(self, script: LuaScript, keys: tuple[str, ...], args: tuple[str | int, ...]) -> Any:
-        """Runs a Lua script in Redis, behind the circuit breaker. Raises IndexUnavailable."""
-        if self._client is None:
-            raise IndexUnavailable("there is no Redis")
-        async with self._slots:
-            if not self._breaker.allow_call():
-                raise IndexUnavailable(f"Redis did not answer the last calls: {self._breaker.cause}")
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    answer = await script.run(self._client, keys, args)
-            except REDIS_FAILURES as e:
-                self._breaker.record_failure(cause := describe(e, limit_s=self._timeout_s))
-                raise IndexUnavailable(f"Redis does not answer: {cause}") from e
-            self._breaker.record_success()
-            return answer
 
 
 def _keys(caller: Caller) -> tuple[str, str]:

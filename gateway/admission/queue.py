@@ -1,7 +1,4 @@
-"""The waiting requests of one model: the order of their turns, and the parts of a forecast of their wait.
-
-Two sources predict a wait: the rates that the pods report, and the speed at which first tokens came. The longer wait
-counts, so a wrong rate of one pod does not let many requests in.
+"""The waiting requests of one model: the order of their turns, and the speeds from which their waits are forecast.
 
 All times are in seconds. The work of a prompt is the time that the fastest pod needs for it by its reported rates. A
 speed of 2 means that the pods together do two seconds of work in each second.
@@ -28,9 +25,6 @@ SPEED_WINDOW_S = 10.0  #: Time constant with which old measured values fade.
 MIN_MEASURED_S = 1.0  #: A speed is used once it was measured for this long.
 _TOKENS = 1000  #: Length of the prompt from which PodSpeed computes the work of one token.
 PROVEN_DECAY = 0.9  #: Each first token lowers the proven speed to this share, unless the token proves a higher speed.
-ERROR_WEIGHT = 1 / 16  #: Weight of the newest error in the mean error of forecasts.
-ERROR_RANGE = (0.25, 4.0)  #: An error is cut to this range, so that one request does not change the mean much.
-TOLERANCE_RANGE = (1.05, 2.0)  #: Range of `ForecastError.tolerance`.
 
 
 @dataclass(eq=False, slots=True)
@@ -380,34 +374,6 @@ class PodSpeed:
         return requests * self.request_s + tokens * self.token_s
 
 
-@dataclass(frozen=True, slots=True)
-class WaitOutlook:
-    """The values from which a wait is forecast, at one moment."""
-
-    now: float
-    pods: PodSpeed
-    pod_queue_s: float  #: Seconds until a pod can start one more prompt; 0 if nothing is measured.
-    left_s: float  #: Work that is left of the requests without a first token.
-    speed: float | None  #: Work per second of the first tokens that came while requests waited; None if unknown.
-    since_turn_s: float  #: Seconds since a request left the queue; 0 if no request waits.
-    #: Expected tokens per second that leave the queue; None unless requests wait until others end.
-    turn_tokens_per_s: float | None
-
-    def wait_s(self, expected_tokens: float, work_s: float) -> float:
-        """Returns the seconds until a pod can start a request. The arguments are sums over the queue ahead of it."""
-        turns_s = self.since_turn_s
-        if self.pods.measured and self.pods.speed > 0:
-            turns_s = max(turns_s, work_s / self.pods.speed)
-        if self.turn_tokens_per_s:
-            turns_s = max(turns_s, expected_tokens / self.turn_tokens_per_s)
-        wait_s = self.pod_queue_s + turns_s
-        return wait_s if not self.speed else max(wait_s, (self.left_s + work_s) / self.speed)
-
-    def compute_s(self, prompt_tokens: int) -> float:
-        """Returns the seconds of computing a prompt; 0 if no rate is measured."""
-        return self.pods.work_s(1, prompt_tokens) if self.pods.measured else 0.0
-
-
 class BusySpeed:
     """Measures an amount per second, only in times with something to do. Old values fade. Pure."""
 
@@ -464,23 +430,3 @@ class ProvenSpeed:
         self.done_s += work_s
         proof = (self.done_s - done_before_s) / max(seconds, 1e-3)
         self.speed = max(proof, PROVEN_DECAY * (self.speed or 0.0))
-
-
-class ForecastError:
-    """Measures how much later first tokens come than forecast: mean and mean deviation of actual / forecast. Pure."""
-
-    def __init__(self) -> None:
-        self._mean, self._deviation = 1.0, 0.0
-
-    def add(self, forecast_s: float, actual_s: float) -> None:
-        """Records one request."""
-        low, high = ERROR_RANGE
-        ratio = min(high, max(low, actual_s / max(forecast_s, 1e-3)))
-        self._deviation += ERROR_WEIGHT * (abs(ratio - self._mean) - self._deviation)
-        self._mean += ERROR_WEIGHT * (ratio - self._mean)
-
-    @property
-    def tolerance(self) -> float:
-        """The factor by which a forecast is made longer before it is compared with the time limit."""
-        low, high = TOLERANCE_RANGE
-        return min(high, max(low, self._mean + self._deviation))

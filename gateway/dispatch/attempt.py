@@ -17,14 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import grpc
-from google.protobuf.message import Message
+from collections.abc import Sequence
 
 from common.errors import (
     AdapterNotLoaded,
@@ -38,7 +33,7 @@ from common.errors import (
     Unavailable,
 )
 from common.pb import decode_pb2, prefill_pb2, types_pb2
-from common.rpc import ERROR_KEY, error_from_rpc, timeout_until, translate_rpc_errors
+from common.rpc import timeout_until, translate_rpc_errors
 from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
 from common.wire import (
     error_from_pb,
@@ -48,6 +43,7 @@ from common.wire import (
     tokens_from_pb,
     tokens_without_logprobs_from_pb,
 )
+from gateway.dispatch.prefill_call import PrefillCall
 from gateway.dispatch.token_queue import TokenQueue
 from gateway.pods.adapters import LOAD_TIMEOUT_S
 from gateway.pods.pod import Pod
@@ -58,34 +54,10 @@ from gateway.telemetry.timeline import AttemptTrace, Timeline
 
 RESERVE_TIMEOUT_S = 5.0  #: A decode pod answers Reserve at once. One that takes longer is skipped.
 GRAMMAR_TIMEOUT_S = 9.0  #: Added for a request with a grammar: the pod proves it (8 s at most) and compiles it first.
-HAND_OFF_GRACE_S = 2.0  #: Wait when a prefill pod vanishes after the first token: decode may have all KV.
-TARGET_GRACE_S = 0.1  #: Wait when SetTarget fails: the Prefill call may have ended with an error that says more.
 MAX_PENDING_TOKENS = 8192  #: Tokens and alternatives that may wait for a client before its request is ended.
 DEADLINE_MESSAGE = "the request's time is over"  #: Error text after the deadline of a request.
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Prefill:
-    """The Prefill call of one reservation. The call may outlive the attempt, so it keeps its own pods and request."""
-
-    request: ValidRequest
-    placement: Placement
-    prefill_pod: Pod
-    kv_target: asyncio.Future[types_pb2.KvTarget]  #: Blocks for the KV. Cancelled if Reserve gave none.
-    task: asyncio.Task[None] = dataclasses.field(init=False)
-    on_stalled: Callable[[BatonError], None] = dataclasses.field(init=False)  #: See StallSink.
-    num_events: int = 0  #: Messages of the call so far.
-    first_token_received: bool = False
-    handed_off: bool = False  # the prefill pod reported that the decode pod has all KV
-
-    def progress(self, suspicion: Suspicion, *, queued: bool) -> int | None:
-        """See StallSink. After the last chunk no step is needed, and a prompt in the pod's queue is not stalled."""
-        waits = self.first_token_received or (queued and not self.num_events)
-        if self.handed_off or (waits and suspicion is Suspicion.NO_STEP):
-            return None
-        return self.num_events
 
 
 class Attempt:
@@ -129,11 +101,10 @@ class Attempt:
         self._request: ValidRequest = request  # under the id of the current reservation
         self._placement: Placement | None = None  #: The pods and bookings of the reservation; None if released.
         self._decode: Pod | None = None  #: The decode pod that was asked; None if released.
-        self._prefill: _Prefill | None = None
+        self._prefill: PrefillCall | None = None
         self._local_prefill = False  #: The decode pod computes the prompt.
         self._hand_off_failed = False  #: Prefill ended without a confirmed hand-off, and decode sent nothing.
         self._decode_responded = False  # the decode pod has sent something for this request, so it has the KV
-        self._computing_since = timeline.start  # when the prefill pod began to compute the prompt; time.monotonic()
         #: Each token has nothing but its id, and there is one sequence, number 0.
         self._ids_only = sampling.n == 1 and not request.child and sampling.logprobs is None
         self._tokens_from_pb = tokens_without_logprobs_from_pb if self._ids_only else tokens_from_pb
@@ -285,156 +256,36 @@ class Attempt:
         else:
             target, prefill = answer.target, self._prefill or self._start_prefill(placement)
             self._timeline.mark("reserved", **reserved, first_block=target.first_block, blocks=len(target.blocks))
-            if not prefill.kv_target.done():
-                prefill.kv_target.set_result(target)
+            prefill.set_target(target)
 
-    # -- prefill
+    # -- prefill (gateway.dispatch.prefill_call.PrefillSink)
 
-    def _start_prefill(self, placement: Placement) -> _Prefill:
+    def _start_prefill(self, placement: Placement) -> PrefillCall:
         """Starts the Prefill call in the background."""
-        assert placement.prefill is not None
-        kv_target = asyncio.get_running_loop().create_future()
-        prefill = _Prefill(self._request, placement, placement.prefill, kv_target)
-        prefill.on_stalled = functools.partial(self._on_prefill_stalled, prefill)
-        prefill.task = self._plan.router.spawn(self._run_prefill(prefill))
-        self._prefill = prefill
-        return prefill
+        self._prefill = PrefillCall(
+            *(self, self._plan, self._request, placement),
+            deadline=self._deadline,
+            timeline=self._timeline,
+            trace=self._trace,
+        )
+        return self._prefill
 
     def _cancel_prefill(self) -> None:
         """Ends a Prefill call that was sent early, because Reserve gave no KvTarget."""
         prefill, self._prefill = self._prefill, None
         if prefill is not None:
-            prefill.kv_target.cancel()
-            prefill.task.cancel()
+            prefill.cancel()
 
-    async def _run_prefill(self, prefill: _Prefill) -> None:
-        """Makes the Prefill call and handles its events until it ends."""
-        pod, kv_target = prefill.prefill_pod, prefill.kv_target
-        self._timeline.mark("prefill", pod=pod.name, predicted_tokens=prefill.placement.predicted_hit_tokens)
-        early = not kv_target.done()
-        request, pull = request_to_pb(prefill.request), self._pull_hint(prefill.placement)
-        target = None if early else kv_target.result()
-        message = prefill_pb2.PrefillRequest(request=request, pull=pull, target=target)
-        try:
-            timeout_s = timeout_until(self._deadline)
-        except DeadlineExceeded:  # the attempt's own timer is about to end it
-            return
-        call = pod.prefill.Prefill(message, timeout=timeout_s, metadata=self._trace.metadata)
-        target_task = self._plan.router.spawn(self._send_kv_target(prefill)) if early else None
-        pod.watch_prefill(prefill)
-        try:
-            error = await self._handle_prefill_events(prefill, call)
-        finally:
-            pod.unwatch_prefill(prefill)
-            if prefill.placement.prefill_outlives:
-                prefill.placement.on_prefill_end()
-            call.cancel()  # without effect on a call that has ended
-            if target_task is not None:
-                target_task.cancel()
-            if kv_target.done() and not kv_target.cancelled():
-                self._hand_off_failed = not prefill.handed_off and not self._decode_responded
-                if self._hand_off_failed and self.token_queue.complete and self._decode is None:  # closed
-                    prefill.placement.decode.abort(prefill.placement.request_id, self._deadline)
-        if error is not None and not prefill.handed_off:
-            # The error counts only if Reserve answers with a KvTarget. With another outcome `_cancel_prefill` cancels
-            # the future and this task.
-            await asyncio.shield(kv_target)
-            self._prefill_failed(pod, error)
-
-    async def _handle_prefill_events(self, prefill: _Prefill, call: Any) -> BatonError | None:
-        """Handles the events of a Prefill call. Returns the error that it ended with, None after a hand-off."""
-        pod, error = prefill.prefill_pod, None
-        try:
-            async for event in call:
-                prefill.num_events += 1
-                kind = event.WhichOneof("event")
-                if kind == "progress":
-                    chunk = event.progress
-                    prefill.placement.on_progress(prefill.request.context_len - chunk.computed_tokens)
-                    if chunk.HasField("prompt_logprobs"):
-                        self._add_prompt_logprobs(chunk.prompt_logprobs)
-                    details = _details(chunk, "computed_tokens", "cached_tokens", "delivered_blocks")
-                    self._timeline.mark("chunk", **details)
-                elif kind == "first_token":
-                    await asyncio.shield(prefill.kv_target)  # Reserve may still reject or compute locally
-                    self._on_first_token(prefill, event.first_token)
-                elif kind == "handed_off":
-                    prefill.handed_off = True
-                    prefill.placement.record_success(pod)
-                    self._on_handed_off(event.handed_off)
-                elif kind == "failed":
-                    error = error_from_pb(event.failed)
-            if error is None and not prefill.handed_off:
-                error = Unavailable(f"prefill pod {pod.name} ended the call before the hand-off")
-        except grpc.aio.AioRpcError as e:
-            error = error_from_rpc(e)
-            if ERROR_KEY not in (e.trailing_metadata() or {}):  # the call broke; the pod did not send this error
-                pod.recheck()
-                if prefill.first_token_received and not prefill.handed_off and not self.token_queue.complete:
-                    await asyncio.sleep(HAND_OFF_GRACE_S)
-        except BatonError as e:
-            error = e
-        return error
-
-    async def _send_kv_target(self, prefill: _Prefill) -> None:
-        """Sends SetTarget for a Prefill call that was sent early, once the KvTarget is known."""
-        target, pod = await asyncio.shield(prefill.kv_target), prefill.prefill_pod
-        message = prefill_pb2.SetTargetRequest(request_id=prefill.request.request_id, target=target)
-        try:
-            timeout_s = timeout_until(self._deadline)
-            with translate_rpc_errors():
-                await pod.prefill.SetTarget(message, timeout=timeout_s, metadata=self._trace.metadata)
-        except BatonError as e:  # also if the deadline passed before the call was sent
-            # A Prefill call that has ended says why. Its end cancels this task.
-            await asyncio.sleep(TARGET_GRACE_S)
-            self._prefill_failed(pod, e)
-
-    def _pull_hint(self, placement: Placement) -> prefill_pb2.PullHint | None:
-        """Returns the prefix that the prefill pod should pull first, and the pod that holds it."""
-        offer = placement.pull_offer
-        holder = None if offer is None else self._plan.find_holder(offer.holder)
-        if offer is None or holder is None:
-            return None
-        self._timeline.mark("pull", holder=holder.name, tokens=offer.tokens, predicted_s=round(offer.predicted_s, 6))
-        return prefill_pb2.PullHint(
-            pod=holder.name,
-            generation=holder.generation,
-            address=holder.address,
-            blocks=offer.tokens // holder.block_size,
-            seconds=offer.predicted_s,
-        )
-
-    def _on_first_token(self, prefill: _Prefill, event: prefill_pb2.FirstToken) -> None:
-        """The prompt is computed; with n samples, this is called for the first token of each."""
-        prefill.first_token_received = True
-        prefill.placement.on_first_token()
+    def on_prefilled(self, prefill: PrefillCall, event: prefill_pb2.FirstToken) -> None:
+        """Takes a first token. The prompt is computed."""
         self._on_cached_tokens(prefill.placement, event.cached_tokens)
-        details = _details(event, "queue_s", "compute_s", "cached_tokens")
-        self._timeline.mark("first_token", pod=prefill.prefill_pod.name, **details)
-        if event.child == self._request.child:
-            self._computing_since = time.monotonic() - event.compute_s
-            self._metrics.prefill_queue.observe(event.queue_s, self._timeline.exemplar)
-            self._trace.on_first_token()
         self._put_tokens(event.child, tokens_from_pb([event.token]), finish_reason_from_pb(event.finish_reason))
 
-    def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
-        """The decode pod has all KV of the prompt."""
-        if event.blocks:
-            self._metrics.exposed_hand_off.observe(event.exposed_s)
-        since = self._computing_since - self._timeline.start
-        self._timeline.mark(
-            "handed_off",
-            **_details(event, "blocks", "bytes", "exposed_s", "blocks_before_last_chunk", "transport"),
-            parts={field.name: round(value, 6) for field, value in event.parts.ListFields()},
-            pushes=[
-                (p.first_block, p.blocks, round(since + p.start_s, 6), round(since + p.end_s, 6)) for p in event.pushes
-            ],
-        )
-
-    def _prefill_failed(self, pod: Pod, error: BatonError) -> None:
+    def on_prefill_failed(self, prefill: PrefillCall, error: BatonError) -> None:
         """Fails the attempt, unless the decode pod sends the rest: it has all KV, and the first tokens are here."""
         if self.token_queue.complete or (self._decode_responded and self.token_queue.has_first_tokens):
             return
+        pod = prefill.pod
         self._timeline.mark("prefill_failed", pod=pod.name, error=str(error))
         if isinstance(error, AdapterNotLoaded):
             self.token_queue.fail(self._adapter_lost(pod))
@@ -445,19 +296,16 @@ class Attempt:
             pod.recheck()
         elif not isinstance(error, Overloaded):
             sure = not pod.serving or self._decode_responded
-            if self._prefill is not None:
-                self._prefill.placement.record_failure(pod, error, sure=sure)
+            prefill.placement.record_failure(pod, error, sure=sure)
             if not sure:
                 self._blame_decode(error, sure=False)
         self.token_queue.fail(error)
 
-    def _on_prefill_stalled(self, prefill: _Prefill, error: BatonError) -> None:
-        """Called when the prefill pod makes no progress. If the answer is complete already, only the call ends."""
-        if self.token_queue.complete:
-            prefill.task.cancel()
-        elif prefill.kv_target.done() and not prefill.kv_target.cancelled():
-            self._metrics.stalled.labels("prefill").inc()
-            self._prefill_failed(prefill.prefill_pod, error)
+    def on_prefill_end(self, prefill: PrefillCall) -> None:
+        """Called when a Prefill call has ended that had a KvTarget. Aborts the request on the decode pod if needed."""
+        self._hand_off_failed = not prefill.handed_off and not self._decode_responded
+        if self._hand_off_failed and self.token_queue.complete and self._decode is None:  # closed
+            prefill.placement.decode.abort(prefill.placement.request_id, self._deadline)
 
     # -- the decode pod's token stream (gateway.pods.pod.TokenSink)
 
@@ -475,14 +323,14 @@ class Attempt:
                 return
         tokens = self._tokens_from_pb(token_pbs)
         if tokens and tokens[0].index == len(self._request.output_ids) and self._placement is not None:
-            if self._prefill is None or not self._prefill.kv_target.done():
+            if self._prefill is None or not self._prefill.has_target:
                 # The decode pod computed the prompt itself. Its answer to Reserve may come after the token.
                 self._placement.on_local_prefill()
             self._placement.on_first_token()  # has no effect after a remote prefill, which was first
         if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens
         if self._wants_prompt_logprobs and delta.HasField("prompt_logprobs"):
-            self._add_prompt_logprobs(delta.prompt_logprobs)
+            self.on_prompt_logprobs(delta.prompt_logprobs)
         if delta.HasField("speculation"):
             self.drafts_proposed += delta.speculation.proposed
             self.drafts_accepted += delta.speculation.accepted
@@ -530,7 +378,7 @@ class Attempt:
         elif sample in self.token_queue.stopped_samples and tokens and finish is None and self._decode is not None:
             self._decode.abort_orphan(self._request.request_id, child)
 
-    def _add_prompt_logprobs(self, pb: types_pb2.PromptLogprobs) -> None:
+    def on_prompt_logprobs(self, pb: types_pb2.PromptLogprobs) -> None:
         """Adds the next part. A part that was there is dropped: after a preemption the pod sends it again."""
         part, parts = prompt_logprobs_from_pb(pb), self.prompt_logprobs
         if not parts or part.first >= parts[-1].first + len(parts[-1].logprobs):
@@ -585,9 +433,3 @@ class Attempt:
             pod.unsubscribe(self._request.request_id)
             if abort:
                 pod.abort(self._request.request_id, self._deadline)
-
-
-def _details(event: Message, *names: str) -> dict[str, Any]:
-    """Returns fields of an event for the timeline."""
-    values = {name: getattr(event, name) for name in names}
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}

@@ -375,7 +375,7 @@ class Pod:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
                 why = describe(e)
             except Exception as e:
-                _log.exception("the token stream of %s failed by our fault", self.name)
+                _log.exception("the token stream of %s failed inside the gateway", self.name)
                 why = describe(e)
             was_up, self.token_stream_up = self.token_stream_up, False
             self._streams_ended += 1
@@ -431,7 +431,7 @@ class Pod:
                 try:
                     sink.on_delta(delta)
                 except Exception:  # it concerns one request, and the stream is of all requests
-                    _log.exception("tokens of %s from %s failed by our fault", delta.request_id, self.name)
+                    _log.exception("tokens of %s from %s could not be delivered", delta.request_id, self.name)
                     self.unsubscribe(delta.request_id)
                     self._fail(sink, InternalError("internal error"))
             elif not delta.finish_reason:

@@ -35,9 +35,8 @@ from common.errors import (
     InternalError,
     InvalidRequest,
     Unavailable,
-    describe,
 )
-from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, RedisClient, connect_redis
+from common.redis.client import LuaScript, ScriptRunner
 from gateway.admission.api_keys import Caller
 from gateway.serving.request import AnswerIdentity
 from gateway.serving.shared_answer import AnswerReader, SharedAnswer
@@ -46,8 +45,7 @@ from gateway.telemetry.metrics import GatewayMetrics
 IDEMPOTENCY_KEY = "idempotency-key"  #: Name of the header and of the gRPC metadata.
 MAX_KEY_CHARS = 255
 ENTRY_BYTES = 1024  #: Counted memory of a key without its answer.
-ANSWER_SHARE = 4  #: An answer larger than the whole memory divided by this number is let go.
-MAX_CALLS = 8  #: Most Redis calls at the same time.
+ANSWER_SHARE = 4  #: An answer larger than max_bytes divided by this number is not kept.
 STOP_S = 1.0  #: `stop` waits at most this long for the tasks that it cancels.
 _LUA = Path(__file__).parent / "lua"
 
@@ -90,7 +88,7 @@ class KeyEntry:
 class KeyBook:
     """The keys of one gateway, with their answers. Pure: the caller gives the time, in seconds of one clock.
 
-        add --> running -- end --> kept, or bare (without its answer) -- ttl_s --> forgotten
+        add --> running -- end --> kept, or without its answer -------- ttl_s --> forgotten
                    ^                 |
                    '------ start ----'
 
@@ -200,22 +198,18 @@ class KeyClaims:
 
     def __init__(self, url: str | None, *, ttl_s: float, timeout_s: float) -> None:
         """`url`: None for no Redis; then each call raises. `ttl_s`: life of a claim after its last request."""
-        self._client: RedisClient | None = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
-        self._timeout_s = timeout_s
+        self._redis = ScriptRunner(url, timeout_s=timeout_s)
         self._ttl_ms = math.ceil(1000 * ttl_s)
-        self._breaker = CircuitBreaker()
-        self._slots = asyncio.Semaphore(MAX_CALLS)
         self._claim, self._release = (LuaScript(name, directory=_LUA) for name in ("claim", "release"))
 
     @property
     def shared(self) -> bool:
         """Gateways share their claims in a Redis."""
-        return self._client is not None
+        return self._redis.has_redis
 
     async def close(self) -> None:
         """Closes the connections."""
-        if self._client is not None:
-            await self._client.aclose()
+        await self._redis.close()
 
     async def claim(self, tenant: str, entry: KeyEntry, owner: str) -> None:
         """Claims the key for its request. Sets `entry.created` to the time of the first claim.
@@ -233,20 +227,8 @@ class KeyClaims:
         await self._run(self._release, tenant, entry, (owner,))
 
     async def _run(self, script: LuaScript, tenant: str, entry: KeyEntry, args: Sequence[str | bytes | int]) -> Any:
-        if self._client is None:
-            raise IndexUnavailable("there is no Redis")
         key = f"kv:{{tenant.{tenant}}}:once:{entry.scope.hex()}"
-        async with self._slots:
-            if not self._breaker.allow_call():
-                raise IndexUnavailable(f"Redis did not answer the last calls: {self._breaker.cause}")
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    answer = await script.run(self._client, (key,), args)
-            except REDIS_FAILURES as e:
-                self._breaker.record_failure(cause := describe(e, limit_s=self._timeout_s))
-                raise IndexUnavailable(f"Redis does not answer: {cause}") from e
-            self._breaker.record_success()
-            return answer
+        return await self._redis.run(script, (key,), args)
 
 
 class AnswerKeys:
@@ -381,7 +363,7 @@ class AnswerKeys:
                 with suppress(IndexUnavailable):
                     await self._claims.release(tenant, entry, owner)
         except Exception:
-            _log.exception("an answer failed by our fault")
+            _log.exception("an answer with an idempotency key failed inside the gateway")
             error = InternalError("internal error")
         finally:
             answer.end(error)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from common.types import FinishReason, PromptLogprobs, Token
-from gateway.dispatch.dispatch import Dispatch, Sample, SampleGroup
+from gateway.dispatch.dispatch import Dispatch
+from gateway.dispatch.samples import Sample, SampleGroup
 from gateway.dispatch.token_queue import OnTokenId
 from gateway.serving.models import ServedModel
 from gateway.serving.request import GenerationSpec, RequestContext, Usage

@@ -30,7 +30,8 @@ from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_store import KeyRing
 from gateway.admission.limiter import TIMEOUT_S, Limiter, TokenFields
 from gateway.admission.queue import QueueForecast
-from gateway.dispatch.dispatch import Dispatch, SampleGroup
+from gateway.dispatch.dispatch import Dispatch
+from gateway.dispatch.samples import SampleGroup
 from gateway.pods.pod import Pod
 from gateway.pods.table import CacheResetResult, PodTable, reset_prefix_caches
 from gateway.routing.local_index import ANY_POD

@@ -305,7 +305,7 @@ class RequestContext:
     response_headers: dict[str, str] = field(default_factory=dict)  # rate limit headers of the answer
     reservation: LimitReservation | None = None  #: Of the caller's key; None for a key without limits.
     admitted: tuple[ServedModel, QueueEntry] | None = None  #: Its place in the gate; None before it passes.
-    stage: str = "arrival"  #: Where a refusal meets it: at arrival, waiting (in the gate) or at the pods.
+    stage: str = "arrival"  #: How far it has come, for the metric of refusals: arrival, waiting (in the gate) or pods.
     abort_error: BatonError | None = None  #: The error of the first `abort`, None while the request was not aborted.
     identity: AnswerIdentity | None = None  #: From the idempotency key; None for a request without one.
     client_ids: Collection[str] = ()  #: Ids that clients gave to further requests which read the same answer.
@@ -314,7 +314,7 @@ class RequestContext:
 
     @property
     def id(self) -> str:
-        """Our id of the request."""
+        """The gateway's id of the request."""
         return self.timeline.request_id
 
     @property
@@ -335,7 +335,7 @@ class RequestContext:
         return self.identity.id_source(self._num_id_sources)
 
     def has_id(self, name: str) -> bool:
-        """Returns whether a client may call the request so: the id in the answer, or the client's own id."""
+        """Returns whether `name` is an id of the request that a client knows: the answer's id, or the client's own."""
         return name in (self.timeline.client_id, self.answer_id) or name in self.client_ids
 
     def set_task(self, task: asyncio.Task[Any]) -> None:
@@ -343,6 +343,10 @@ class RequestContext:
         self._task = task
         if self.abort_error is not None:
             task.cancel()
+
+    def record_usage(self, used: Usage) -> None:
+        """Adds the token counts of the whole answer to the timeline."""
+        self.timeline.set_facts(prompt_tokens=used.prompt, output_tokens=used.completion, cached_tokens=used.cached)
 
     def enter_tier(self, gate: Gate, priority: int) -> int | None:
         """Names the request's tier in the answer's headers. Returns the longest answer if the tier is overloaded."""

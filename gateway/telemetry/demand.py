@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from gateway.telemetry.metrics import GatewayMetrics
 from prefix_index.demand import DemandRecord
 
-IN_TIME_S = (
-    2.0  #: First tokens within this time are in time; a bucket of the histogram, and the bound of BatonTtftHigh.
-)
+#: First tokens within this time are in time. It is a bucket of the histogram, and the bound of the alert BatonTtftHigh.
+IN_TIME_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from common.model.chat_template import ChatTemplate
 from common.settings.kinds import TOOL_PARSERS
 from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
-from gateway.text.control_tokens import ChatPrompt, Placeholders, json_text
 from gateway.text.output import OutputParserConfig
+from gateway.text.placeholders import Placeholders
 from gateway.text.reasoning import ReasoningSection, choose_reasoning_format
-from gateway.text.tokenizer import TextTokenizer
+from gateway.text.tokenizer import ChatPrompt, TextTokenizer, json_text
 from gateway.text.tools.choose import choose_tool_format
 from gateway.text.tools.format import AnswerFormat, ModelFacts, RequestTools, ToolCall, ToolFormat
 from gateway.text.tools.lark import parameters_schema

@@ -24,8 +24,8 @@ import orjson
 from common.errors import ConfigError, InvalidRequest
 from common.model.generation import read_json
 from gateway.text.chat_format import ChatFormat
-from gateway.text.control_tokens import ChatPrompt, Placeholders, json_text
-from gateway.text.tokenizer import TextTokenizer
+from gateway.text.placeholders import Placeholders
+from gateway.text.tokenizer import ChatPrompt, TextTokenizer, json_text
 
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3_JUDGE = (

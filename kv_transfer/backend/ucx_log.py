@@ -1,8 +1,7 @@
 """Reads the log of UCX: its warnings become log lines of this process, and its tables name the transport of writes.
 
-UCX writes its log to the file in UCX_LOG_FILE. Baton sets this to an anonymous file in memory, and a thread reads the
-file once a second. With a pipe UCX could have to wait for the reader; with a file it never does. The memory of the
-part that was read is freed.
+UCX writes its log to the file that UCX_LOG_FILE names. Baton names an anonymous file in memory, and a thread reads the
+file once a second. UCX never waits for this reader, as it could with a pipe. The memory of read lines is freed.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class UcxMessage:
 
 
 class UcxLog:
-    """Reads the UCX log of this process. `open` makes it, `close` ends it; each agent has its own.
+    """Reads the UCX log of this process. `open` makes a reader, `close` ends it. Each transfer agent has its own.
 
     With UCX_PROTO_INFO=y UCX prints a table per endpoint configuration. The head has the first NAME_CHARS characters of
     the agent's name; the purpose of the table stands beside or below it. Tables of writes from host memory occur even

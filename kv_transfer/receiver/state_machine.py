@@ -5,12 +5,10 @@
        |                 '--deadline, release, failure--> DRAINING --every block accounted for--> CLOSED
        '--deadline, release--> CLOSED       (never opened, so no writer exists)
 
-In DRAINING the request has ended, but the writer may still write, so its blocks are quarantined. No deadline ends
-DRAINING.
-A block is released only after one of these:
- (a) the notification of its own range, in OPEN too;
- (b) the writer's answer to Drain: at once if all its writes succeeded, after GRACE_S if one failed;
- (c) proof that the writer's process ended, and GRACE_S.
+In DRAINING the request has ended, but the writer may still write, so its blocks are quarantined without a deadline. A
+block is released only after one of these: (a) the notification of its own range, in OPEN too; (b) the writer's answer
+to Drain: at once if all its writes succeeded, after GRACE_S if one failed; (c) proof that the writer's process ended,
+and GRACE_S.
 
 The commit usually arrives before the last range. It is stored, and acknowledged in READY. TransferReady or
 ReceiveFailed is returned exactly once, and each logical block in exactly one FreeBlocks.

@@ -17,7 +17,8 @@ from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
 from tests.dashboard.conftest import View
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
-from tests.rigs.pods.fake_pods import FakeCluster, counting
+from tests.rigs.pods.fake_pods import FakeCluster
+from tests.rigs.pods.scripted import counting
 from tests.rigs.waiting import until
 
 KINDS = ["gateway", "queue", "chunk 1", "pushes", "hand-off", "decode"]

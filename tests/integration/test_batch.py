@@ -253,10 +253,10 @@ async def test_a_full_disk_ends_the_run_with_an_error(gw: Rig, tmp_path: Path, m
     assert len(read(target)) == 5
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "foo", "ftp://x", "http://", ""])
+@pytest.mark.parametrize("url", ["ftp://x", "http://", ""])
 async def test_an_invalid_url_is_refused_at_once(url: str, gw: Rig, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", completions(1))
-    with pytest.raises(ConfigError, match="--url"):
+    with pytest.raises(ConfigError, match=r"^url: "):
         await batch(gw, source, tmp_path / "out.jsonl", url=url)
     assert not (tmp_path / "out.jsonl").exists()
     with pytest.raises(ConfigError, match="--api-key"):

@@ -20,7 +20,8 @@ from gateway.serving.answers import Beam, beam_search
 from gateway.serving.request import BeamSearchParams, EarlyStopping
 from gateway.text.tokenizer import TextTokenizer
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
-from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster, outcome
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.pods.scripted import outcome
 from tests.rigs.waiting import until
 
 EOS = 2

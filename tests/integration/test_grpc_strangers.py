@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from common.errors import Overloaded
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
-from tests.rigs.pods.fake_pods import counting, fake_cluster
+from tests.rigs.pods.fake_pods import fake_cluster
+from tests.rigs.pods.scripted import counting
 
 ROOT = Path(__file__).parents[2]
 CLIENT = Path(__file__).parents[1] / "rigs/gateway/grpc_stranger.py"

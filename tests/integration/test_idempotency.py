@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,15 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from cli.stack.supervisor import PortLease
-from cli.stack.valkey import EmbeddedValkey
-from common.errors import IdempotencyConflict, InternalError, InvalidRequest, Unavailable
-from common.pb import inference_pb2 as pb
-from common.pb import inference_pb2_grpc
-from common.rpc import open_channel, translate_rpc_errors
-from common.types import ValidRequest
+from common.errors import InternalError, InvalidRequest
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
 from gateway.serving.shared_answer import MAX_READERS
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
+from tests.rigs.gateway.keyed_requests import CHAT, Stream, computed, counted, key, outcomes, seeded, two_gateways
 from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 from tests.rigs.waiting import until
 
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
 ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", CHAT),
     "completions": ("/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 12}),
@@ -41,68 +34,10 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Oslo"}}\n</tool_cal
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
-def seeded(request: ValidRequest) -> list[int]:
-    """Returns an answer of letters that depends on the seed and the prompt. It is the script of the fake pods."""
-    sampling = request.sampling
-    return [66 + (sum(request.prompt_ids) + sampling.seed + 5 * i) % 26 for i in range(sampling.max_tokens)]
-
-
-def key(name: str, **more: str) -> dict[str, str]:
-    return {"idempotency-key": name, **more}
-
-
-def outcomes(gw: Rig) -> dict[str, float]:
-    """Returns the number of requests with keys, by outcome."""
-    samples = next(iter(gw.gateway.metrics.keyed_requests.collect())).samples
-    return {s.labels["outcome"]: s.value for s in samples if s.name.endswith("_total") and s.value}
-
-
-def counted(gw: Rig, endpoint: str) -> dict[str, float]:
-    """Returns the number of requests of an endpoint, by outcome. Retries that read a known answer do not count."""
-    samples = next(iter(gw.gateway.metrics.requests.collect())).samples
-    ended = [s for s in samples if s.name.endswith("_total") and s.value and s.labels["endpoint"] == endpoint]
-    return {s.labels["outcome"]: s.value for s in ended}
-
-
-def computed(cluster: FakeCluster) -> int:
-    """Returns the number of prompts that prefill pods have got."""
-    return sum(len(pod.seen.prefilled) for pod in cluster.prefills)
-
-
 def events(raw: bytes) -> list[Any]:
     """Returns the data of a stream's events, without [DONE]."""
     lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n") if line.startswith(b"data: ")]
     return [orjson.loads(line) for line in lines if line != b"[DONE]"]
-
-
-class Stream:
-    """A stream that is read in the background. `raw` grows as bytes come."""
-
-    def __init__(self, gw: Rig, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-        self.raw = b""
-        self.status = 0
-        self.headers: httpx.Headers | None = None
-        self._task = asyncio.create_task(self._read(gw, path, {**body, "stream": True}, headers))
-
-    async def _read(self, gw: Rig, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-        async with gw.http.stream("POST", path, json=body, headers=headers) as response:
-            self.status, self.headers = response.status_code, response.headers
-            async for piece in response.aiter_raw():
-                self.raw += piece
-
-    async def begun(self) -> Stream:
-        """Waits for the first bytes."""
-        await until(lambda: bool(self.raw) or self._task.done())
-        return self
-
-    async def whole(self) -> bytes:
-        """Waits for the end. Returns all bytes."""
-        await self._task
-        return self.raw
-
-    async def disconnect(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
 
 @pytest_asyncio.fixture
@@ -110,22 +45,6 @@ async def cluster() -> AsyncIterator[FakeCluster]:
     async with fake_cluster() as c:
         c.script = seeded
         yield c
-
-
-@asynccontextmanager
-async def two_gateways(
-    cluster: FakeCluster, model_dir: Path, directory: Path, **settings: Any
-) -> AsyncIterator[tuple[Rig, Rig, EmbeddedValkey]]:
-    """Runs two gateways over the same pods. They share the claims of keys in Valkey."""
-    valkey = EmbeddedValkey(0, directory)
-    shared = {"redis": await valkey.start(), "index_timeout_s": 20.0, **settings}
-    try:
-        async with rig(cluster, model_dir, **shared) as one, rig(cluster, model_dir, **shared) as two:
-            yield one, two, valkey
-            for gw in (one, two):
-                await gw.settled()
-    finally:
-        await valkey.stop()
 
 
 def same_answer(first: Any, second: Any) -> None:
@@ -522,95 +441,6 @@ async def test_a_stopping_gateway_ends_its_streams_with_an_error(gw: Rig, cluste
 
 
 # -- gRPC
-
-
-def generate(**fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(**{"model": MODEL, "text": "Hello", "max_tokens": 12, **fields})
-
-
-async def read(
-    stub: inference_pb2_grpc.InferenceAsyncStub, request: pb.GenerateRequest, name: str | None = "k"
-) -> list[pb.GenerateResponse]:
-    metadata = () if name is None else (("idempotency-key", name),)
-    with translate_rpc_errors():
-        return [message async for message in stub.Generate(request, metadata=metadata, timeout=30)]
-
-
-async def test_a_grpc_retry_gets_the_same_messages(
-    gw: Rig, cluster: FakeCluster, stub: inference_pb2_grpc.InferenceAsyncStub
-) -> None:
-    first = await read(stub, generate(n=2))
-    assert await read(stub, generate(n=2, request_id="the retry's own id")) == first
-    assert computed(cluster) == 1
-    assert counted(gw, "generate") == {"ok": 1}
-    with pytest.raises(IdempotencyConflict, match="belongs to another request"):
-        await read(stub, generate(n=3))
-    with pytest.raises(InvalidRequest, match="idempotency-key must have"):
-        await read(stub, generate(), "x" * 256)
-    assert (await read(stub, generate(n=2), None))[0].request_id != first[0].request_id
-
-
-async def test_a_refused_grpc_call_leaves_its_key_free(
-    gw: Rig, cluster: FakeCluster, stub: inference_pb2_grpc.InferenceAsyncStub
-) -> None:
-    with pytest.raises(InvalidRequest, match="temperature"):
-        await read(stub, generate(temperature=9.0))
-    first = await read(stub, generate(temperature=1.0))
-    assert await read(stub, generate(temperature=1.0)) == first
-    assert computed(cluster) == 1
-    assert outcomes(gw) == {"computed": 2, "replayed": 1}
-
-
-async def test_a_grpc_retry_attaches_and_an_abort_by_its_id_ends_the_answer(
-    gw: Rig, cluster: FakeCluster, stub: inference_pb2_grpc.InferenceAsyncStub
-) -> None:
-    cluster.decodes[0].faults.stall_after = 3
-    first = asyncio.create_task(read(stub, generate(request_id="one")))
-    await until(lambda: bool(cluster.prefills[0].seen.prefilled))
-    second = asyncio.create_task(read(stub, generate(request_id="two")))
-    await until(lambda: outcomes(gw).get("attached") == 1)
-    await stub.Abort(pb.AbortGenerateRequest(request_id="two"))
-    results = await asyncio.gather(first, second, return_exceptions=True)
-    assert [str(result) for result in results] == ["the request was aborted"] * 2
-    await gw.settled()
-    assert counted(gw, "generate") == {"Cancelled": 1} or counted(gw, "generate") == {"aborted": 1}
-
-
-async def test_a_grpc_client_that_cancels_leaves_the_answer_to_the_other(
-    gw: Rig, cluster: FakeCluster, stub: inference_pb2_grpc.InferenceAsyncStub
-) -> None:
-    cluster.decodes[0].faults.token_delay_s = 0.02
-    first = asyncio.create_task(read(stub, generate(max_tokens=40)))
-    await until(lambda: bool(cluster.prefills[0].seen.prefilled))
-    second = asyncio.create_task(read(stub, generate(max_tokens=40)))
-    await until(lambda: outcomes(gw).get("attached") == 1)
-    first.cancel()
-    assert sum(len(message.tokens) for message in await second) == 40
-    await gw.settled()
-    assert counted(gw, "generate") == {"ok": 1}
-
-
-async def test_grpc_gives_the_same_answer_at_another_gateway(cluster: FakeCluster, smollm2_dir: Path) -> None:
-    answers = []
-    for _ in range(2):
-        with PortLease() as port:
-            async with (
-                rig(cluster, smollm2_dir, grpc_port=port.port) as gw,
-                open_channel(f"127.0.0.1:{gw.server.grpc_port}") as channel,
-            ):
-                answers.append(await read(inference_pb2_grpc.InferenceStub(channel), generate()))
-                await gw.settled()
-    texts = ["".join(message.text for message in answer) for answer in answers]
-    assert texts[0] == texts[1]
-    assert answers[0][0].request_id == answers[1][0].request_id
-
-
-async def test_a_grpc_call_at_a_draining_gateway_is_refused(
-    gw: Rig, stub: inference_pb2_grpc.InferenceAsyncStub
-) -> None:
-    gw.gateway.draining = True
-    with pytest.raises(Unavailable, match="stopping"):
-        await read(stub, generate())
 
 
 # -- clients

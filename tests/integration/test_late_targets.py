@@ -16,7 +16,7 @@ from common.pb import prefill_pb2, transfer_pb2
 from common.rpc import translate_rpc_errors
 from common.types import ValidRequest
 from common.wire import kv_target_from_pb, kv_target_to_pb, request_to_pb, token_from_pb
-from gateway.dispatch import attempt as attempt_module
+from gateway.dispatch import attempt, prefill_call
 from pod import requests
 from prefill_service import hand_off
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
@@ -279,7 +279,7 @@ async def test_a_failed_set_target_leads_to_another_attempt(gw: Rig, late: FakeC
 async def test_the_error_of_the_prefill_hides_that_of_set_target(
     gw: Rig, late: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_module, "TARGET_GRACE_S", 30.0)
+    monkeypatch.setattr(prefill_call, "TARGET_GRACE_S", 30.0)
     (prefill,) = late.prefills
     prefill.faults.target_error = Unavailable("the request is not known to this pod")
     prefill.faults.prefill_error = InvalidRequest("the grammar is refused", field="guided_regex")
@@ -333,7 +333,8 @@ async def test_a_deadline_during_set_target_is_a_504(
             raise DeadlineExceeded("the request's time is over")
         return 1.0
 
-    monkeypatch.setattr(attempt_module, "timeout_until", timeout_until)
+    for module in (attempt, prefill_call):
+        monkeypatch.setattr(module, "timeout_until", timeout_until)
     late.prefills[0].faults.prefill_delay_s = 30.0
     body = {"model": MODEL, "prompt": "Hello"}
     answer = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "1"})

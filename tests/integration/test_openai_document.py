@@ -14,7 +14,8 @@ from common.errors import InternalError
 from common.types import ValidRequest
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
 from tests.rigs.gateway.openai_document import check
-from tests.rigs.pods.fake_pods import FakeCluster, counting, fake_cluster
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.pods.scripted import counting
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

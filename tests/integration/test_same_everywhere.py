@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from common.types import ValidRequest
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
-from tests.rigs.pods.fake_pods import FakeCluster, counting, fake_cluster
+from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
+from tests.rigs.pods.scripted import counting
 
 HELLO = [{"role": "user", "content": "Hello"}]
 FUNCTION = {"name": "pick", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
-import typer
-
-from cli.app import CommandLineError, app
+from cli.app import CommandLineError
 from common.errors import ConfigError
 from common.redis.url import RedisUrl
 from common.rpc import LIVENESS_SERVICE
@@ -24,9 +19,8 @@ from common.tls import CA_FILE, CERT_FILE, KEY_FILE, ROLES
 from gateway.api.docs.operations import OPERATIONS
 from gateway.pods.endpoint_slices import PORT_NAME
 from gateway.server import STOP_S
+from tests.k8s.hardening import certificates, images, resources, security
 from tests.k8s.manifests import (
-    ROOT,
-    WORKLOADS,
     Object,
     Peer,
     Policies,
@@ -43,9 +37,19 @@ from tests.k8s.manifests import (
     port_number,
     selects,
 )
+from tests.k8s.settings import (
+    ENGINES,
+    FIELDS,
+    PLANNER,
+    Problems,
+    command_line,
+    servers,
+    settings_of,
+    settings_or_none,
+    worker_of,
+    workloads,
+)
 
-Problems = Iterator[str]
-Settings = PodConfig | WorkerConfig | GatewayConfig
 Check = Callable[[list[Object]], Problems]
 
 # Objects that an operator creates before `kubectl apply -k`; see k8s/README.md.
@@ -54,10 +58,7 @@ OUTSIDE = {
     **{("Secret", f"baton-tls-{role}"): (CA_FILE, CERT_FILE, KEY_FILE) for role in ROLES},
     ("PersistentVolumeClaim", "baton-models"): (),
 }
-FIELDS = {"status.podIP": "192.0.2.7", "metadata.name": "pod-0"}
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE")
-ENGINES = ("prefill", "decode")
-PLANNER = "planner"  # it serves no port, and may be evicted at any time
 # The required connections: client, server, port. All others between these components must be blocked.
 OURS = ("gateway", "prefill", "decode", "redis")
 NEEDED = {
@@ -67,44 +68,6 @@ NEEDED = {
     *(("stranger", "gateway", port) for port in ("http", "grpc")),
 }
 GRACE_S = STOP_S  # time from the end of the drain to the end of the process
-
-
-def worker_of(engine: str) -> str:
-    """The component of a group's worker pods."""
-    return f"{engine}-worker"
-
-
-def workloads(objects: list[Object]) -> list[Object]:
-    return of_kind(objects, *WORKLOADS) + group_parts(objects)
-
-
-def servers(objects: list[Object]) -> list[Object]:
-    """Workloads that do not end by themselves."""
-    return of_kind(objects, "Deployment", "StatefulSet") + group_parts(objects)
-
-
-def settings_of(objects: list[Object], workload: Object) -> Settings | None:
-    """What the container's command line and environment make of `baton serve` or `baton gateway`, by their own parser.
-
-    None for another command. ConfigError, or an error of the command line, for what it refuses.
-    """
-    container = main_container(workload)
-    env = environment(objects, container, FIELDS)
-    words = command(container, env)
-    if words[0] != "baton" or words[1] not in ("serve", "worker", "gateway"):
-        return None
-    found: list[Settings] = []
-    with (
-        mock.patch("cli.commands.services.run_service", lambda settings, _: found.append(settings)),
-        mock.patch.dict(os.environ, env, clear=True),
-    ):
-        _command_line().main(words[1:], standalone_mode=False)
-    return found[0]
-
-
-@functools.cache
-def _command_line() -> Any:
-    return typer.main.get_command(app)
 
 
 def commands(objects: list[Object]) -> Problems:
@@ -149,14 +112,14 @@ def _planner(words: list[str], env: dict[str, str]) -> None:
         mock.patch.dict(os.environ, env, clear=True),
         contextlib.suppress(_Accepted),
     ):
-        _command_line().main(words[1:], standalone_mode=False)
+        command_line().main(words[1:], standalone_mode=False)
 
 
 def _loadtest(objects: list[Object], words: list[str], where: str) -> Problems:
     """The parser of `baton loadtest` accepts the command line, and the URL is that of a Service."""
     started = mock.Mock(side_effect=_Accepted)
     with mock.patch("cli.commands.loadtest.run_sync", started), contextlib.suppress(_Accepted):
-        _command_line().main(words[1:], standalone_mode=False)
+        command_line().main(words[1:], standalone_mode=False)
     if not started.called:
         yield f"{where}: {words} is no load test"
         return
@@ -260,10 +223,10 @@ def probes(objects: list[Object]) -> Problems:
 
 def grace(objects: list[Object]) -> Problems:
     """terminationGracePeriodSeconds covers preStop, the drain with the longest allowed answer, and closing."""
-    asked = [s for w in workloads(objects) if isinstance(s := _quietly(objects, w), GatewayConfig)]
+    asked = [s for w in workloads(objects) if isinstance(s := settings_or_none(objects, w), GatewayConfig)]
     longest = max((s.request_timeout_s for s in asked), default=0.0)
     for workload in servers(objects):
-        settings = _quietly(objects, workload)
+        settings = settings_or_none(objects, workload)
         if settings is None:
             continue
         where = workload["metadata"]["name"]
@@ -278,13 +241,6 @@ def grace(objects: list[Object]) -> Problems:
         have = pod_spec(workload).get("terminationGracePeriodSeconds", 30)
         if have < need:
             yield f"{where}: {have} s until it is killed, and ending may take {need} s"
-
-
-def _quietly(objects: list[Object], workload: Object) -> Settings | None:
-    try:
-        return settings_of(objects, workload)
-    except (KeyError, ConfigError, CommandLineError):
-        return None
 
 
 def selectors(objects: list[Object]) -> Problems:
@@ -393,7 +349,11 @@ def _monitors(objects: list[Object]) -> Problems:
 
 def _routes(objects: list[Object]) -> Problems:
     longest = max(
-        (s.request_timeout_s for w in workloads(objects) if isinstance(s := _quietly(objects, w), GatewayConfig)),
+        (
+            s.request_timeout_s
+            for w in workloads(objects)
+            if isinstance(s := settings_or_none(objects, w), GatewayConfig)
+        ),
         default=0,
     )
     for route in of_kind(objects, "HTTPRoute"):
@@ -463,7 +423,7 @@ def groups(objects: list[Object]) -> Problems:
     for group in of_kind(objects, "LeaderWorkerSet"):
         where, template = group["metadata"]["name"], group["spec"]["leaderWorkerTemplate"]
         leader, worker = (w for w in group_parts(objects) if w["metadata"]["name"].startswith(f"{where}/"))
-        pod, other = _quietly(objects, leader), _quietly(objects, worker)
+        pod, other = settings_or_none(objects, leader), settings_or_none(objects, worker)
         if not isinstance(pod, PodConfig) or not isinstance(other, WorkerConfig):
             yield f"{where}: its leader is no pod, or its worker none"
             continue
@@ -504,108 +464,6 @@ def kv_ports(objects: list[Object], engine: Object) -> tuple[int, int]:
     """First and last port of UCX."""
     low, high = environment(objects, main_container(engine), FIELDS)["UCX_TCP_PORT_RANGE"].split("-")
     return int(low), int(high)
-
-
-def images(objects: list[Object]) -> Problems:
-    """Every image has a version, and one of somebody else a digest. Baton's are targets of the Dockerfile."""
-    targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for workload in workloads(objects):
-        for container in containers(workload):
-            image, where = container["image"], f"{workload['metadata']['name']}/{container['name']}"
-            name, _, tag = image.rpartition("/")[2].partition("@")[0].partition(":")
-            if not tag or tag == "latest" or not (name.startswith("baton-") or "@sha256:" in image):
-                yield f"{where}: {image} may be any version"
-            if name.startswith("baton-") and (name.removeprefix("baton-") not in targets or tag != version):
-                yield f"{where}: {image} is not what the Dockerfile makes of version {version}"
-
-
-def resources(objects: list[Object]) -> Problems:
-    """Containers have CPU and memory requests and a memory limit; every emptyDir has a size limit."""
-    for workload in workloads(objects):
-        where = workload["metadata"]["name"]
-        for container in containers(workload):
-            has = container.get("resources", {})
-            if not {"cpu", "memory"} <= has.get("requests", {}).keys() or "memory" not in has.get("limits", {}):
-                yield f"{where}/{container['name']}: requests of cpu and memory and a limit of memory are needed"
-        for volume in pod_spec(workload).get("volumes", []):
-            if "emptyDir" in volume and "sizeLimit" not in volume["emptyDir"]:
-                yield f"{where}: {volume['name']} has no limit"
-
-
-def certificates(objects: list[Object]) -> Problems:
-    """Every Baton container has the certificates of its role, which its user can read."""
-    for workload in workloads(objects):
-        settings = _quietly(objects, workload)
-        if settings is None:
-            continue
-        where, spec = workload["metadata"]["name"], pod_spec(workload)
-        if isinstance(settings, PodConfig):
-            role = settings.role.value
-        else:
-            role = "worker" if isinstance(settings, WorkerConfig) else "gateway"
-        mounts = {mount["mountPath"]: mount for mount in main_container(workload)["volumeMounts"]}
-        mount = mounts.get(settings.tls_dir or "", {})
-        secrets = {volume["name"]: volume["secret"] for volume in spec["volumes"] if "secret" in volume}
-        secret = secrets.get(mount.get("name", ""), {})
-        if secret.get("secretName") != f"baton-tls-{role}" or not mount.get("readOnly"):
-            yield f"{where}: {settings.tls_dir} does not have the certificates of a {role}"
-        elif secret.get("defaultMode", 0o644) != 0o440 or "fsGroup" not in spec["securityContext"]:
-            yield f"{where}: others can read its key, or its user cannot"
-
-
-def mounted(container: Object, spec: Object, kind: str) -> set[str]:
-    """Returns the paths at which a container mounts volumes of this kind."""
-    names = {volume["name"] for volume in spec.get("volumes", []) if kind in volume}
-    return {mount["mountPath"] for mount in container.get("volumeMounts", []) if mount["name"] in names}
-
-
-def security(objects: list[Object]) -> Problems:
-    """No container runs as root, writes to its image, has capabilities or an unused token."""
-    for account in of_kind(objects, "ServiceAccount"):
-        if account.get("automountServiceAccountToken") is not False:
-            yield f"ServiceAccount {account['metadata']['name']} mounts its token everywhere"
-    for workload in workloads(objects):
-        where, spec = workload["metadata"]["name"], pod_spec(workload)
-        pod = spec.get("securityContext", {})
-        if (
-            not pod.get("runAsNonRoot")
-            or not pod.get("runAsUser")
-            or pod.get("seccompProfile", {}).get("type") != "RuntimeDefault"
-        ):
-            yield f"{where}: not (non-root, a user's number, seccomp)"
-        for name in ("hostNetwork", "hostPID", "hostIPC"):
-            if spec.get(name):
-                yield f"{where}: {name}"
-        settings = _quietly(objects, workload)
-        uses = isinstance(settings, GatewayConfig) and settings.discovery == "k8s"
-        uses = uses or (component(workload) == PLANNER and "--scale=k8s" in main_container(workload).get("args", []))
-        if spec.get("automountServiceAccountToken", True) != uses:
-            yield f"{where}: {'needs a token' if uses else 'holds a token that it does not use'}"
-        if spec.get("enableServiceLinks", True):
-            yield f"{where}: service links become BATON_ variables that nobody knows"
-        for container in containers(workload):
-            has = container.get("securityContext", {})
-            capabilities = has.get("capabilities", {})
-            if (
-                has.get("allowPrivilegeEscalation") is not False
-                or has.get("readOnlyRootFilesystem") is not True
-                or has.get("privileged")
-            ):
-                yield f"{where}/{container['name']}: may gain privileges or write to its image"
-            if capabilities.get("drop") != ["ALL"] or not set(capabilities.get("add", [])) <= {"IPC_LOCK"}:
-                yield f"{where}/{container['name']}: has capabilities"
-        paths = {volume["hostPath"].get("path") for volume in spec.get("volumes", []) if "hostPath" in volume}
-        staging = settings.staging_dir if isinstance(settings, PodConfig) else None
-        if not paths <= {"/dev/shm"} or (paths and staging not in mounted(main_container(workload), spec, "hostPath")):
-            yield f"{where}: mounts a path of the host"
-        mounts = {mount["mountPath"] for mount in main_container(workload).get("volumeMounts", [])}
-        if settings is not None and "/tmp" not in mounts:
-            yield f"{where}: cannot write anywhere"
-        if component(workload) in (*ENGINES, *map(worker_of, ENGINES)):
-            shm = [v for v in spec["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"]
-            if "/dev/shm" not in mounts or not shm:
-                yield f"{where}: /dev/shm has 64 MiB"
 
 
 CHECKS: tuple[Check, ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.k8s import checks
+from tests.k8s import checks, hardening, settings
 from tests.k8s.checks import CHECKS, Check
 from tests.k8s.manifests import K8S, Object, component, compose, of_kind, render
 from tests.k8s.schemas import schemas
@@ -51,7 +51,7 @@ def test_a_component_is_right_on_its_own(name: str, tmp_path: Path) -> None:
 def test_all_components_together_are_right(everything: list[Object], grouped: list[Object]) -> None:
     assert [problem for check in ALL for problem in check(everything)] == []
     assert [problem for check in ALL for problem in check(grouped)] == []
-    assert not [w for w in of_kind(grouped, "Deployment") if component(w) in checks.ENGINES]
+    assert not [w for w in of_kind(grouped, "Deployment") if component(w) in settings.ENGINES]
 
 
 DROP = object()
@@ -189,24 +189,24 @@ MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
     "open metrics": (checks.network, "NetworkPolicy metrics", "spec ingress 0 from", [{"namespaceSelector": {}}]),
     "a way out for Redis": (checks.network, "NetworkPolicy redis", "spec egress", [{}]),
     "no default": (checks.network, "NetworkPolicy default-deny", "", DROP),
-    "an image of any version": (checks.images, "Deployment redis", f"{FIRST} image", "docker.io/valkey/valkey"),
-    "the latest image": (checks.images, "Deployment redis", f"{FIRST} image", "docker.io/valkey/valkey:latest"),
+    "an image of any version": (hardening.images, "Deployment redis", f"{FIRST} image", "docker.io/valkey/valkey"),
+    "the latest image": (hardening.images, "Deployment redis", f"{FIRST} image", "docker.io/valkey/valkey:latest"),
     "a tag that can move": (
-        checks.images,
+        hardening.images,
         "Deployment redis",
         f"{FIRST} image",
         "docker.io/valkey/valkey:8.0.1-alpine",
     ),
-    "an image that nobody builds": (checks.images, "Deployment decode", f"{FIRST} image", "baton-decode:0.1.0"),
-    "an image of another version": (checks.images, "Deployment decode", f"{FIRST} image", "baton-engine-cpu:9.9.9"),
-    "no requests": (checks.resources, "Deployment decode", f"{FIRST} resources requests", DROP),
+    "an image that nobody builds": (hardening.images, "Deployment decode", f"{FIRST} image", "baton-decode:0.1.0"),
+    "an image of another version": (hardening.images, "Deployment decode", f"{FIRST} image", "baton-engine-cpu:9.9.9"),
+    "no requests": (hardening.resources, "Deployment decode", f"{FIRST} resources requests", DROP),
     "an init container without a limit": (
-        checks.resources,
+        hardening.resources,
         "Deployment decode",
         f"{POD} initContainers 0 resources limits",
         DROP,
     ),
-    "a volume without a limit": (checks.resources, "Deployment decode", f"{POD} volumes 0 emptyDir", {}),
+    "a volume without a limit": (hardening.resources, "Deployment decode", f"{POD} volumes 0 emptyDir", {}),
     "no certificates": (checks.commands, "Deployment decode", f"{FIRST} env name=BATON_TLS_DIR", DROP),
     "a Secret that is not there": (
         checks.selectors,
@@ -215,45 +215,50 @@ MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
         "baton-tls",
     ),
     "certificates of another role": (
-        checks.certificates,
+        hardening.certificates,
         "Deployment decode",
         f"{POD} volumes name=tls secret secretName",
         "baton-tls-prefill",
     ),
     "a key that all can read": (
-        checks.certificates,
+        hardening.certificates,
         "Deployment gateway",
         f"{POD} volumes name=tls secret defaultMode",
         0o444,
     ),
-    "root": (checks.security, "Deployment decode", f"{POD} securityContext runAsUser", 0),
-    "no seccomp": (checks.security, "Deployment redis", f"{POD} securityContext seccompProfile", DROP),
+    "root": (hardening.security, "Deployment decode", f"{POD} securityContext runAsUser", 0),
+    "no seccomp": (hardening.security, "Deployment redis", f"{POD} securityContext seccompProfile", DROP),
     "a writable image": (
-        checks.security,
+        hardening.security,
         "Deployment decode",
         f"{FIRST} securityContext readOnlyRootFilesystem",
         False,
     ),
-    "a capability": (checks.security, "Deployment decode", f"{FIRST} securityContext capabilities add", ["SYS_PTRACE"]),
+    "a capability": (
+        hardening.security,
+        "Deployment decode",
+        f"{FIRST} securityContext capabilities add",
+        ["SYS_PTRACE"],
+    ),
     "capabilities at the start": (
-        checks.security,
+        hardening.security,
         "Deployment decode",
         f"{POD} initContainers 0 securityContext capabilities",
         DROP,
     ),
-    "a token that is not used": (checks.security, "Deployment decode", f"{POD} automountServiceAccountToken", DROP),
-    "a token that is missing": (checks.security, "Deployment gateway", f"{POD} automountServiceAccountToken", False),
+    "a token that is not used": (hardening.security, "Deployment decode", f"{POD} automountServiceAccountToken", DROP),
+    "a token that is missing": (hardening.security, "Deployment gateway", f"{POD} automountServiceAccountToken", False),
     "an account whose token is everywhere": (
-        checks.security,
+        hardening.security,
         "ServiceAccount redis",
         "automountServiceAccountToken",
         DROP,
     ),
-    "service links": (checks.security, "Deployment decode", f"{POD} enableServiceLinks", DROP),
-    "the host's network": (checks.security, "Deployment decode", f"{POD} hostNetwork", True),
-    "the host's files": (checks.security, "Deployment decode", f"{POD} volumes 0 hostPath", {"path": "/"}),
-    "no /dev/shm": (checks.security, "Deployment decode", f"{FIRST} volumeMounts 2", DROP),
-    "nowhere to write": (checks.security, "Deployment gateway", f"{FIRST} volumeMounts 1", DROP),
+    "service links": (hardening.security, "Deployment decode", f"{POD} enableServiceLinks", DROP),
+    "the host's network": (hardening.security, "Deployment decode", f"{POD} hostNetwork", True),
+    "the host's files": (hardening.security, "Deployment decode", f"{POD} volumes 0 hostPath", {"path": "/"}),
+    "no /dev/shm": (hardening.security, "Deployment decode", f"{FIRST} volumeMounts 2", DROP),
+    "nowhere to write": (hardening.security, "Deployment gateway", f"{FIRST} volumeMounts 1", DROP),
 }
 
 
@@ -291,7 +296,7 @@ GROUP_MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
     ),
     "a meeting place that is not declared": (checks.ports, "LeaderWorkerSet decode", f"{ENGINE} ports 1", DROP),
     "a worker with its leader's certificates": (
-        checks.certificates,
+        hardening.certificates,
         "LeaderWorkerSet decode",
         f"{WORKER} volumes name=tls secret secretName",
         "baton-tls-decode",
@@ -364,14 +369,14 @@ GROUP_MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
     "workers that cannot hand over": (checks.network, "NetworkPolicy worker-kv", "", DROP),
     "workers open to everybody": (checks.network, "NetworkPolicy decode-workers", "spec ingress 0 from", DROP),
     "workers whose image is any": (
-        checks.images,
+        hardening.images,
         "LeaderWorkerSet decode",
         f"{HELPER} image",
         "baton-engine-gpu:latest",
     ),
-    "a worker without requests": (checks.resources, "LeaderWorkerSet decode", f"{HELPER} resources requests", DROP),
-    "a worker that is root": (checks.security, "LeaderWorkerSet decode", f"{WORKER} securityContext runAsUser", 0),
-    "a worker without /dev/shm": (checks.security, "LeaderWorkerSet decode", f"{HELPER} volumeMounts 2", DROP),
+    "a worker without requests": (hardening.resources, "LeaderWorkerSet decode", f"{HELPER} resources requests", DROP),
+    "a worker that is root": (hardening.security, "LeaderWorkerSet decode", f"{WORKER} securityContext runAsUser", 0),
+    "a worker without /dev/shm": (hardening.security, "LeaderWorkerSet decode", f"{HELPER} volumeMounts 2", DROP),
 }
 
 

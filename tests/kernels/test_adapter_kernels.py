@@ -20,10 +20,10 @@ from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kv.kv_pool import LayerKV
-from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.spec import Shard, parse_spec
+from engine.models.weights.random_weights import randomize
 from tests.rigs.engine.bare_model import LLAMA
 
 CONFIG: dict[str, Any] = LLAMA | {"hidden_size": 48, "intermediate_size": 80, "head_dim": 16, "hidden_act": "silu"}
@@ -46,7 +46,7 @@ class Rig:
         spec = parse_spec(CONFIG, {})
         self.plain = Decoder(spec, 64, device, dtype, fused=False)
         self.fused = Decoder(spec, 64, device, dtype, fused=True)
-        weights.randomize(self.plain, 1)
+        randomize(self.plain, 1)
         self.fused.load_state_dict(self.plain.state_dict())
         self.sites, self.device = sites_of(self.plain), device
         files = [self.file(seed, rank) for seed, rank in enumerate((5, 16, 40))]

@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.models import decoder, weights
+from engine.models import decoder
 from engine.models.decoder import Decoder
 from engine.models.fused_quantized import QuantizedFusedOps
 from engine.models.spec import parse_spec
+from engine.models.weights.random_weights import randomize
 from engine.quantization.scheme import Quantization, Rule, Scheme
 from tests.kernels.test_fused_model import BASE, STEPS, Rig
 from tests.rigs.engine.paged import error
@@ -40,7 +41,7 @@ def test_fused_equals_plain(name: str, experts: bool, device: torch.device, monk
         Decoder(spec, 64, device, torch.float32, fused=fused, quantization=quantization) for fused in (True, False)
     )
     for model in (fused, plain):
-        weights.randomize(model, 3)
+        randomize(model, 3)
     assert isinstance(fused._ops, QuantizedFusedOps)
     assert fused.layer_list[0].attention.out.prepared is not None
     for (_, kept), (_, dequantised) in zip(fused.experts(), plain.experts(), strict=True):

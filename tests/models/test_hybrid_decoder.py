@@ -15,11 +15,11 @@ from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.groups.state_pool import StatePool, StateRow, StepStates
 from engine.kv.kv_pool import KVPool
-from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.loader import model_support
 from engine.models.spec import HybridModelSpec, parse_spec, read_config
+from engine.models.weights.load import load_weights
 from tests.rigs.engine.hybrid_models import HYBRID_CASES, TINY_HYBRID, save_hybrid
 
 torch.set_num_threads(1)
@@ -36,7 +36,7 @@ def test_logits_equal_transformers_in_steps_of_mixed_sizes(name: str, tmp_path: 
     kv, states = KVPool(layout, TOKENS // BLOCK, CPU), StatePool(spec.states, 1, CPU, torch.float32)
     backend = TorchAttention(kv.layers(), spec.num_heads, spec.windows, kv.dummy_block)
     model = Decoder(spec, 256, CPU, torch.float32)
-    weights.load_weights(model, tmp_path, spec)
+    load_weights(model, tmp_path, spec)
     prompt = torch.randint(0, 160, (150,), generator=torch.Generator().manual_seed(3))
     got, start = [], 0
     with torch.inference_mode():

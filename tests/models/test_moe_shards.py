@@ -12,9 +12,10 @@ import torch
 from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.llm import LLM
-from engine.models import weights
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, Shard, parse_spec, read_config
+from engine.models.weights.random_weights import randomize
+from engine.models.weights.shards import rank_part
 from tests.rigs.engine.tiny_models import (
     CPU,
     MOE_CASES,
@@ -97,16 +98,16 @@ def test_random_weights_of_ranks_are_parts_of_one_model(family: str, whole_exper
     save_reference(tmp_path, MOE_CASES[family])
     spec = parse_spec(*read_config(tmp_path))
     whole = Decoder(spec, 32, CPU, torch.float32)
-    weights.randomize(whole, 7)
+    randomize(whole, 7)
     for rank in range(2):
         shard = Shard(rank, 2, whole_experts)
         cut = shard.shard_spec(spec)
         assert isinstance(cut, ModelSpec)
         part = Decoder(cut, 32, CPU, torch.float32)
-        weights.randomize(part, 7, shard)
+        randomize(part, 7, shard)
         for name, parameter in part.named_parameters():
             module, _, kind = name.rpartition(".")
-            wanted = weights.rank_part(part.get_submodule(module), kind, whole.get_parameter(name), shard)
+            wanted = rank_part(part.get_submodule(module), kind, whole.get_parameter(name), shard)
             assert torch.equal(parameter, wanted), name
 
 

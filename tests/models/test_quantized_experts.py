@@ -56,7 +56,7 @@ def experts_of(directory: Path, shard: Shard, *, fused: bool) -> Experts:
         model = source.load(64, CPU, torch.float32, shard, lambda _part: None)
         assert isinstance(model, Decoder)
     else:
-        from engine.models import weights
+        from engine.models.weights.load import load_weights
 
         model = Decoder(
             shard.shard_spec(source.spec),  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def experts_of(directory: Path, shard: Shard, *, fused: bool) -> Experts:
         experts.set_scheme({name: source.quantization.scheme_of(prefix + name) for name in names}, keep=True)
         for kind in experts.float32_parameters:
             setattr(experts, kind, torch.nn.Parameter(torch.empty(getattr(experts, kind).shape), requires_grad=False))
-        weights.load_weights(model, directory, source.spec, shard, source.quantization)  # type: ignore[arg-type]
+        load_weights(model, directory, source.spec, shard, source.quantization)  # type: ignore[arg-type]
     return next(model.experts())[1]
 
 

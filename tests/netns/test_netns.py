@@ -21,8 +21,9 @@ import pytest
 import pytest_asyncio
 
 from cli.stack.certificates import Authority
-from tests.k8s.checks import ENGINES, NEEDED, OURS, kv_ports
+from tests.k8s.checks import NEEDED, OURS, kv_ports
 from tests.k8s.manifests import K8S, ROOT, Peer, Policies, component, environment, main_container, named, render
+from tests.k8s.settings import ENGINES
 from tests.netns.hosts import NODE, Hosts, run
 from tests.netns.kubelet import Kubelet
 from tests.rigs.gateway.fake_kube import FakeKube, make_account

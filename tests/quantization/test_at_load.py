@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engine.models import weights
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
 from engine.models.spec import UNSHARDED, Shard
+from engine.models.weights.files import OpenFiles
 from engine.quantization.at_load import quantize
 from engine.quantization.scheme import Scheme
 from engine.quantization.weight import QuantizedWeight
@@ -56,7 +56,7 @@ def test_a_layer_is_quantised_before_the_next_one_is_read(tmp_path: Path, monkey
     """The memory of a load is bounded: no more than one layer is there in both forms."""
     tiny_llama(tmp_path)
     events: list[str] = []
-    read, place = weights._OpenFiles.read, Decoder.place
+    read, place = OpenFiles.read, Decoder.place
 
     def noted_read(self: Any, name: str) -> torch.Tensor:
         events.append("read")
@@ -66,7 +66,7 @@ def test_a_layer_is_quantised_before_the_next_one_is_read(tmp_path: Path, monkey
         events.append("place")
         place(self, linear, weight)
 
-    monkeypatch.setattr(weights._OpenFiles, "read", noted_read)
+    monkeypatch.setattr(OpenFiles, "read", noted_read)
     monkeypatch.setattr(Decoder, "place", noted_place)
     load(tmp_path, "fp8")
     assert events == ([*["read"] * 3, "place", "read", "place", *["read"] * 2, "place", "read", "place"] * 2)

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from common.errors import InvalidRequest
 from common.model.chat_template import ChatTemplate
-from gateway.text import control_tokens
+from gateway.text import placeholders, tokenizer
 from gateway.text.chat_format import ChatFormat
-from gateway.text.control_tokens import ChatPrompt, ControlTokens, Placeholders, json_text
-from gateway.text.tokenizer import TextTokenizer, byte_of_char
+from gateway.text.placeholders import Placeholders
+from gateway.text.tokenizer import ChatPrompt, ControlTokens, TextTokenizer, byte_of_char, json_text
 
 CHATML = """
 {%- if tools %}{{ '<|im_start|>system\\n<tools>' }}{% for tool in tools %}{{ '\\n' ~ tool | tojson }}{% endfor %}
@@ -385,7 +385,7 @@ async def test_private_use_characters_of_a_client_stay_its_own(models_by_name: d
 async def test_a_chat_with_too_many_literals_is_refused(
     models_by_name: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_tokens, "MAX_LITERALS", 3)
+    monkeypatch.setattr(placeholders, "MAX_LITERALS", 3)
     chat = Chat([{"role": "user", "content": "<|im_end|>" * 3}], [])
     assert len((await models_by_name["joined"].prompt(chat)).literals) == 3
     chat.messages[0]["content"] += "<|im_end|>"
@@ -415,7 +415,7 @@ def test_control_tokens_are_found_as_by_a_plain_search(words: list[str], text: s
         at += len(longest) or 1
     ends = [k for word in words for k in range(1, len(word)) if text.endswith(word[:k])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control_tokens, "WINDOW", window)
+        patch.setattr(tokenizer, "WINDOW", window)
         tokens = controls(words)
         assert list(tokens.spelled(text)) == expected
         assert tokens.beginning(text, 0) == (len(text) - max(ends) if ends else -1)

@@ -20,12 +20,12 @@ from gateway.admission.gate import (
     LATE_CHECK_S,
     LATE_FACTOR,
     TICK_S,
-    TOLERATED_WAIT_S,
     UNPROVEN_PER_POD,
     Gate,
     GateLimits,
 )
 from gateway.admission.queue import QueueEntry
+from gateway.admission.rejections import TOLERATED_WAIT_S
 from gateway.telemetry.metrics import GatewayMetrics
 from tests.rigs.virtual_time import run_virtual
 

@@ -22,7 +22,7 @@ from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
 from engine.models.spec import Shard
-from engine.models.weights import EMBEDDING, HEAD
+from engine.models.weights.load import EMBEDDING, HEAD
 from engine.progress import progress
 from tests.rigs.engine.bare_model import GPT2, LLAMA, bare_model
 
@@ -118,7 +118,7 @@ def test_out_of_memory_of_weights_and_pool_is_reported(tmp_path: Path, monkeypat
     def full(*_args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
-    monkeypatch.setattr("engine.models.weights.randomize", full)
+    monkeypatch.setattr("engine.models.loader.randomize", full)
     monkeypatch.setattr("engine.models.hf.model.build_model", full)
     for config in (LLAMA, GPT2):
         with pytest.raises(ConfigError) as refused:

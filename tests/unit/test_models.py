@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 
 from common.errors import ConfigError
 from engine.attention.base import StepShape
-from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.spec import Shard, eos_token_ids, parse_spec, read_config
-from tests.rigs.engine.tiny_models import CPU, TINY, YARN, Rig, save_reference
+from engine.models.weights.files import only_pickled
+from engine.models.weights.load import load_weights
+from engine.models.weights.revision import weights_revision
+from tests.rigs.engine.tiny_models import CPU, TINY, YARN, Rig, assert_logits, save_reference
 
 torch.set_num_threads(1)
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -100,26 +102,7 @@ def test_the_last_layer_computes_only_the_wanted_rows_of_a_long_step(
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    reference = save_reference(tmp_path, CASES[name])
-    rig = Rig(tmp_path)
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(0, 160, (n,), generator=generator).tolist() for n in (1, 4, 30, 70)]
-    blocks = [[1], [5], list(range(24, 40)), [63, 62, 61, 60, *range(44, 60)]]
-    with torch.inference_mode():
-        expected = [reference(torch.tensor([p])).logits[0] for p in prompts]
-    # One step with whole prompts, then the same prompts in steps of mixed sizes, down to single tokens.
-    for got, want in zip(rig.logits(prompts, [0] * 4, blocks), expected, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-    done = [0, 0, 0, 0]
-    for sizes in ([1, 1, 9, 40], [0, 2, 1, 5], [0, 1, 19, 1], [0, 0, 1, 23], [0, 0, 0, 1]):
-        rows = [r for r in range(4) if sizes[r]]
-        pieces = [prompts[r][done[r] : done[r] + sizes[r]] for r in rows]
-        result = rig.logits(pieces, [done[r] for r in rows], [blocks[r] for r in rows])
-        for r, got in zip(rows, result, strict=True):
-            want = expected[r][done[r] : done[r] + sizes[r]]
-            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-            done[r] += sizes[r]
-    assert done == [1, 4, 30, 70]
+    assert_logits(save_reference(tmp_path, CASES[name]), Rig(tmp_path))
 
 
 def test_an_odd_block_stride_is_supported(tmp_path: Path) -> None:
@@ -147,11 +130,11 @@ def test_revision_follows_the_content(tmp_path: Path) -> None:
     model = save_reference(tmp_path / "a", CASES["llama"])
     model.save_pretrained(tmp_path / "b")
     spec = parse_spec(*read_config(tmp_path / "a"))
-    assert weights.weights_revision(spec, tmp_path / "a") == weights.weights_revision(spec, tmp_path / "b")
+    assert weights_revision(spec, tmp_path / "a") == weights_revision(spec, tmp_path / "b")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(0.01)
     model.save_pretrained(tmp_path / "c")
-    assert weights.weights_revision(spec, tmp_path / "a") != weights.weights_revision(spec, tmp_path / "c")
+    assert weights_revision(spec, tmp_path / "a") != weights_revision(spec, tmp_path / "c")
 
 
 def test_old_and_new_rope_fields_are_equivalent(tmp_path: Path) -> None:
@@ -249,16 +232,16 @@ def test_bin_files_are_read_like_safetensors(tmp_path: Path, mapped: bool) -> No
         models = []
         for path in (directory, pickled):
             models.append(Decoder(shard.shard_spec(spec), 256, CPU, torch.float32, all_reduce=lambda x: x))
-            weights.load_weights(models[-1], path, spec, shard)
+            load_weights(models[-1], path, spec, shard)
         for expected, got in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(expected, got)
-    before = weights.weights_revision(spec, pickled)
-    assert weights.weights_revision(spec, pickled) == before
+    before = weights_revision(spec, pickled)
+    assert weights_revision(spec, pickled) == before
     tensors["model.norm.weight"] += 1
     torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=mapped)
-    assert weights.weights_revision(spec, pickled) != before
+    assert weights_revision(spec, pickled) != before
     (pickled / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
-    assert weights.weights_revision(spec, pickled) == weights.weights_revision(spec, directory)  # it has precedence
+    assert weights_revision(spec, pickled) == weights_revision(spec, directory)  # it has precedence
 
 
 def test_a_bin_file_runs_no_code(tmp_path: Path) -> None:
@@ -272,7 +255,7 @@ def test_a_bin_file_runs_no_code(tmp_path: Path) -> None:
     for content in ({"a": Harm()}, {"a": 1}, [torch.zeros(1)]):
         torch.save(content, tmp_path / "pytorch_model.bin")
         with pytest.raises(ConfigError, match=r"pytorch_model\.bin (cannot be read by|is not a dictionary of tensors)"):
-            weights.load_weights(Decoder(spec, 256, CPU, torch.float32), tmp_path, spec)
+            load_weights(Decoder(spec, 256, CPU, torch.float32), tmp_path, spec)
     assert not (tmp_path / "harm").exists()
 
 
@@ -290,7 +273,7 @@ def test_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             Rig(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="neither"):
-        weights.weights_revision(parse_spec(*read_config(tmp_path)), tmp_path)
+        weights_revision(parse_spec(*read_config(tmp_path)), tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(ConfigError, match=r"index\.json names no file"):
-        weights.only_pickled(tmp_path)
+        only_pickled(tmp_path)

@@ -22,10 +22,12 @@ from common.process import rank_channel
 from common.process.rank_channel import RankChannel, RankMessage
 from common.tls import TlsFiles
 from engine.attention.base import StepShape
-from engine.models import weights
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
 from engine.models.spec import ModelSpec, Shard
+from engine.models.weights.load import load_weights
+from engine.models.weights.random_weights import randomize
+from engine.models.weights.shards import rank_part
 from engine.parallel.collectives import pack_step, unpack_step
 from kv_transfer.backend.interface import Notification, WriteState
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric, LoopbackFault
@@ -65,10 +67,10 @@ def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None
     assert isinstance(spec, ModelSpec)
     for fill, fill_part in (
         (
-            lambda m: weights.load_weights(m, tmp_path, spec),
-            lambda m, shard: weights.load_weights(m, tmp_path, spec, shard),
+            lambda m: load_weights(m, tmp_path, spec),
+            lambda m, shard: load_weights(m, tmp_path, spec, shard),
         ),
-        (lambda m: weights.randomize(m, 7), lambda m, shard: weights.randomize(m, 7, shard)),
+        (lambda m: randomize(m, 7), lambda m, shard: randomize(m, 7, shard)),
     ):
         whole = Decoder(spec, 32, CPU, torch.float32)
         fill(whole)
@@ -81,11 +83,11 @@ def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None
             assert ("head.weight" in dict(part.named_parameters())) == (rank == 0)
             for name, parameter in part.named_parameters():
                 module, _, kind = name.rpartition(".")
-                cut_of_whole = weights.rank_part(part.get_submodule(module), kind, whole.get_parameter(name), shard)
+                cut_of_whole = rank_part(part.get_submodule(module), kind, whole.get_parameter(name), shard)
                 assert torch.equal(parameter, cut_of_whole), name
         qkv, own_qkv = whole.layer_list[0].attention.qkv, part.layer_list[0].attention.qkv
         rows = qkv.weight.split([32, 16, 16])
-        parts = [weights.rank_part(own_qkv, "weight", qkv.weight, Shard(r, size)) for r in range(size)]
+        parts = [rank_part(own_qkv, "weight", qkv.weight, Shard(r, size)) for r in range(size)]
         own, copies = [32 // size, max(4, 16 // size), max(4, 16 // size)], [1, *[max(1, size // 4)] * 2]
         for at, kind in enumerate(rows):  # query, key and value heads are in the order of the ranks
             assert torch.equal(torch.cat([part.split(own)[at] for part in parts[:: copies[at]]]), kind)

@@ -25,6 +25,7 @@ def _silu(x):
 def _decode_kernel(
     x, weight, state, slots, out, x_row, state_slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr
 ):
+    """Convolves BC channels of a row of one token, and moves the row's state by this token."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     ok = c < CHANNELS
@@ -45,6 +46,7 @@ def _chunk_kernel(
     x, weight, state, chunks, out, x_row, state_slot,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """Convolves BC channels of one chunk. It reads the states and does not change them."""
     chunk = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
     t = tl.arange(0, CHUNK)[:, None]
@@ -79,6 +81,7 @@ def _store_inputs(x, kept, target, first, end, c, ok, x_row, CHANNELS: tl.conste
 
 @triton.jit
 def _store_kernel(x, state, chunks, x_row, state_slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr):
+    """Stores the state of BC channels of a row: at the ends of its chunks with a snapshot, and at its own end."""
     row = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     ok = c < CHANNELS

@@ -1,4 +1,4 @@
-"""The gated delta rule in plain torch, for CPUs and as a reference of the kernels.
+"""The gated delta rule in plain torch, for CPUs and as a reference of the kernels. All of it is float32.
 
 A value head has a matrix S [value_dim, key_dim]. A token decays it and replaces the value under its key:
 
@@ -12,8 +12,6 @@ A row of many tokens is computed in chunks (the parallel form of Yang et al., ar
     N = U - W S^T                                     the new values of the chunk
     O = exp(G) Q S^T + (Q K^T * D) N
     S <- exp(G_end) S + N^T exp(G_end - G) K
-
-All of it is float32. Rows of one token in front of the step are computed together.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.hf.spec import HfSpec, build_model, explain_refusal, read_hf_config, replace_decoder
-from engine.models.weights import only_pickled
+from engine.models.weights.files import only_pickled
 from engine.progress import progress
 
 ATTENTION_NAME = "baton"  # Name of our attention function in transformers' registry.

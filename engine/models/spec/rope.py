@@ -49,7 +49,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeDefaults:
-    """Rope of a family whose config.json does not say otherwise."""
+    """The rope parameters that a family has if its config.json does not name them."""
 
     theta: float = 10000.0
     #: Part of a head that rotates. None: the family rotates whole heads, and a config with another part is not native.
@@ -100,5 +100,5 @@ def yarn_scale(spec: RopeSpec, mscale: float) -> float:
 
 
 def yarn_magnitude(spec: RopeSpec) -> float:
-    """Returns the factor on queries and keys that latent attention adds to that of the rope tables."""
+    """Returns the factor of latent attention on queries and keys. It comes on top of the factor of the rope tables."""
     return yarn_scale(spec, spec.mscale_all_dim) if spec.kind == "yarn" and spec.mscale_all_dim else 1.0

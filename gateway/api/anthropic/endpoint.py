@@ -43,9 +43,7 @@ class MessagesHandler:
             await response.end()
         else:
             await response.send_json(200, message)
-        used = choice.usage
-        facts = {"prompt_tokens": used.prompt, "output_tokens": used.completion, "cached_tokens": used.cached}
-        context.timeline.set_facts(**facts)
+        context.record_usage(choice.usage)
 
     async def count(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one /v1/messages/count_tokens body; a RequestHandler. Needs no pods."""

@@ -26,7 +26,7 @@ REPLAYED = "idempotent-replayed"  #: Initial metadata of an answer that an earli
 
 
 class GrpcAnswer(SharedAnswer[Metadata | pb.GenerateResponse]):
-    """An answer as initial metadata and messages. It has the methods of a call's context that write an answer."""
+    """An answer as initial metadata and messages. A servicer writes to it as to the context of a call."""
 
     def __init__(self) -> None:
         super().__init__()

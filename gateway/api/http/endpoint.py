@@ -359,7 +359,7 @@ class Endpoint:
                 stage = "arrival" if response.context is None else response.context.stage
                 self.gateway.metrics.refusal.labels(stage).observe(seconds_since_head(scope))
         except Exception:
-            _log.exception("request failed by our fault")
+            _log.exception("a request failed inside the gateway")
             await response.send_error(InternalError("internal error"))
         finally:
             response.close()

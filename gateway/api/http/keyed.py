@@ -102,7 +102,7 @@ async def serve_keyed(
                 await source.send_error(e)
             raise
         except Exception as e:
-            _log.exception("request failed by our fault")
+            _log.exception("a request failed inside the gateway")
             error = InternalError("internal error")
             if source.streaming:
                 await source.send_error(error)

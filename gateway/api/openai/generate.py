@@ -61,9 +61,7 @@ class GenerateHandler:
         else:
             answers = await complete_answers(choices, spec)
             await response.send_json(200, await encoder.encode_answer(answers, total_usage(choices)))
-        used = total_usage(choices)
-        facts = {"prompt_tokens": used.prompt, "output_tokens": used.completion, "cached_tokens": used.cached}
-        context.timeline.set_facts(**facts)
+        context.record_usage(total_usage(choices))
 
 
 class _SseEncoder:

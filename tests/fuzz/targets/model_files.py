@@ -24,7 +24,7 @@ from common.model.directory import check_model_dir
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
 from engine.models.spec import parse_spec, read_config
-from engine.models.weights import _decoder_targets
+from engine.models.weights.load import _decoder_targets
 from gateway.text.output import make_detokenizer
 from gateway.text.tokenizer import TextTokenizer
 from tests.fuzz.mutators import bend, mutate, words

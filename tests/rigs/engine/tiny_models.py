@@ -15,11 +15,11 @@ from common.types import Token
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.kv_pool import KVPool
-from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.ops import AllReduce
 from engine.models.spec import UNSHARDED, ModelSpec, Shard, parse_spec, read_config
+from engine.models.weights.load import load_weights
 
 CPU = torch.device("cpu")
 #: Settings of an engine for these models.
@@ -177,7 +177,7 @@ class Rig:
         windows, pad = spec.windows, self.kv.dummy_block
         self.backend = TorchAttention(self.cache, spec.num_heads, windows, pad, scale=spec.scale)
         self.model = Decoder(spec, 256, CPU, torch.float32, all_reduce=all_reduce)
-        weights.load_weights(self.model, directory, whole, shard)
+        load_weights(self.model, directory, whole, shard)
 
     def hidden(self, tokens: list[list[int]], starts: list[int], blocks: list[list[int]]) -> torch.Tensor:
         """Computes one step and returns the states of all its tokens."""
@@ -191,3 +191,27 @@ class Rig:
         with torch.inference_mode():
             hidden = self.hidden(tokens, starts, blocks)
             return list(self.model.logits(hidden).split([len(t) for t in tokens]))
+
+
+def assert_logits(reference: Any, rig: Rig) -> None:
+    """Compares logits with those of `reference`: of whole prompts in one step, then of steps of mixed sizes.
+
+    The steps compute the same prompts, down to single tokens.
+    """
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, 160, (n,), generator=generator).tolist() for n in (1, 4, 30, 70)]
+    blocks = [[1], [5], list(range(24, 40)), [63, 62, 61, 60, *range(44, 60)]]
+    with torch.inference_mode():
+        expected = [reference(torch.tensor([p])).logits[0] for p in prompts]
+    for got, want in zip(rig.logits(prompts, [0] * 4, blocks), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    done = [0, 0, 0, 0]
+    for sizes in ([1, 1, 9, 40], [0, 2, 1, 5], [0, 1, 19, 1], [0, 0, 1, 23], [0, 0, 0, 1]):
+        rows = [r for r in range(4) if sizes[r]]
+        pieces = [prompts[r][done[r] : done[r] + sizes[r]] for r in rows]
+        result = rig.logits(pieces, [done[r] for r in rows], [blocks[r] for r in rows])
+        for r, got in zip(rows, result, strict=True):
+            want = expected[r][done[r] : done[r] + sizes[r]]
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+            done[r] += sizes[r]
+    assert done == [1, 4, 30, 70]

@@ -153,3 +153,8 @@ async def rig(
             yield Rig(server, http, cluster)
     finally:
         await server.stop()
+
+
+async def right_text(gw: Rig) -> str:
+    """Returns the answer of a healthy cluster."""
+    return str((await gw.complete()).json()["choices"][0]["text"])

@@ -64,9 +64,7 @@ class ResponsesHandler:
             await response.end()
         else:
             await response.send_json(200, whole)
-        used = choice.usage
-        facts = {"prompt_tokens": used.prompt, "output_tokens": used.completion, "cached_tokens": used.cached}
-        context.timeline.set_facts(**facts)
+        context.record_usage(choice.usage)
 
     async def _previous_items(self, tenant: str, response_id: str | None) -> list[ResponseItem]:
         """Returns the conversation up to a previous response. Raises ObjectNotFound, Unavailable."""
