@@ -141,7 +141,9 @@ class Rejected:
     """The pod does not take the request now."""
 
     reason: str  # One sentence for a person
-    temporary: bool = False  # Blocks become free once copies to host memory have ended: worth another try at once
+    #: Blocks or a slot for a state become free once copies to host memory, or steps, have ended: it is worth another
+    #: try at once.
+    temporary: bool = False
 
 
 class Admission:
@@ -193,7 +195,7 @@ class Admission:
         kept = Retention.of(request)
         lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True, retention=kept)
         if lease is None:
-            return Rejected("the KV pool is full", temporary=pool.copies_pending())
+            return Rejected(pool.shortage(), temporary=pool.copies_pending())
         cached = lease.cached_blocks * block_size
         usable = 0 if scored else cached
         uncached, state = request.context_len - usable, self._state(stats)
@@ -202,10 +204,12 @@ class Admission:
             lease.finish("the whole prompt is computed")
             lease = pool.lease([], blocks, keep_free=stats.running, retention=kept)
             if lease is None:
-                return Rejected("the KV pool is full", temporary=pool.copies_pending())
+                return Rejected(pool.shortage(), temporary=pool.copies_pending())
             cached = 0
         if not decision.local and not lease.cover_transfer(PageOrder.of_prompt(layout, request.context_len)):
             lease.finish("no pages for the windows, or no slot for the state")
+            if layout.state_pages:
+                return Rejected("steps in flight use every free slot for a recurrent state", temporary=True)
             return Rejected("the KV pool is full")
         return Admitted(lease, lease.cached_blocks * block_size, decision, hashes)
 

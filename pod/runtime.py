@@ -437,15 +437,10 @@ class PodRuntime:
             load=load_to_pb(self.load()),
             activity=self.metrics.activity(None if self._gpu is None else self._gpu.reading()),
             pairs=self.transfer_node.pair_stats(),
-            pulls=self.role.current is Role.PREFILL and self.pulls_prefixes,
+            pulls=self.role.current is Role.PREFILL and self.config.pulls_prefixes,
             late_targets=self.role.current is Role.PREFILL,
             adapters=self.adapters.state(),
         )
-
-    @property
-    def pulls_prefixes(self) -> bool:
-        """Whether this pod takes cached prefixes from other pods. Prefixes with a recurrent state are not pulled."""
-        return self.config.pulls_prefixes and not self.engine.layout.states
 
     def load(self) -> PodLoad:
         """Returns the load and the rates that routing weighs."""
