@@ -432,6 +432,7 @@ class PodRuntime:
             draining=state is LifecycleState.DRAINING or self.role.target is not None,
             version=metadata.version("baton-serving"),
             blocks=pool_counts_to_pb(self.engine.pool.counts()),
+            states=None if (states := self.engine.pool.state_counts()) is None else pool_counts_to_pb(states),
             computed=transfer_pb2.ComputedTokens(**self.computed_tokens),
             served_name=self.served_name,
             load=load_to_pb(self.load()),

@@ -155,10 +155,13 @@ class BlockPool(BlockLedger):
         with self.lock:
             return self._counts()
 
+    def state_counts(self) -> PoolCounts | None:
+        """Returns the number of slots for recurrent states in each state; None for a pool without."""
+        return None
+
     def quarantined_share(self) -> float:
-        """Returns the share of the pool that is quarantined."""
-        counts = self.counts()
-        return counts.quarantined / counts.total
+        """Returns the share of the blocks that is quarantined, or that of the slots for states if it is larger."""
+        return max(counts.quarantined / counts.total for counts in (self.counts(), self.state_counts()) if counts)
 
     def cached_hashes(self) -> list[bytes]:
         """Returns all hashes that a match can find in the pool, parents before children."""

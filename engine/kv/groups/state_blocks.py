@@ -30,6 +30,7 @@ from typing import Any
 
 from common.errors import InternalError
 from common.kv_groups import PageOrder
+from common.types import PoolCounts
 from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
 from engine.kv.groups.state_slots import NO_SLOT, Snapshot, StateSlots
@@ -151,13 +152,16 @@ class StateBlockPool(BlockPool):
             has_slot = self.slots.has_available
         return super().shortage() if has_slot else "all slots for recurrent states are in use (see num_states)"
 
-    def quarantined_share(self) -> float:
+    def state_counts(self) -> PoolCounts:
+        """Returns the slots by state: `cached` have a snapshot, and only a writer's pin keeps `quarantined` ones."""
+        slots = self.slots
         with self.lock:
             writers = {
                 pin.slot for pin in self._pins if isinstance(pin, StatePin) and pin.is_writer and pin.holds_state
             }
-            share = len(writers & self.slots.pinned_only) / self.slots.num_slots
-        return max(share, super().quarantined_share())
+            free, cached, quarantined = len(slots.free), len(slots.snapshots), len(writers & slots.pinned_only)
+        leased = slots.num_slots - free - cached - quarantined
+        return PoolCounts(free=free, cached=cached, leased=leased, quarantined=quarantined)
 
     def cached_hashes(self) -> list[bytes]:
         """Returns the hashes that the prefix index has to know, parents before children."""
