@@ -24,6 +24,7 @@ from engine.schedule.outputs import SchedulerStats
 from pod.runtime import PodRuntime
 
 MAX_LOCAL_STEPS = 4
+HashPrompt = Callable[[], Sequence[bytes]]  # Returns the hashes of the full blocks that a cache may supply
 
 
 class PrefillReason(enum.StrEnum):
@@ -156,10 +157,12 @@ class Admission:
         max_seqs = pod.engine.scheduler.config.max_seqs
         self._max_sequences = max_seqs + max(1, max_seqs // 2)
 
-    def load_from_disk(self, request: ValidRequest, remote_cost: RemotePrefillCost | None) -> DiskLoad:
+    def load_from_disk(
+        self, request: ValidRequest, hash_prompt: HashPrompt, remote_cost: RemotePrefillCost | None
+    ) -> DiskLoad:
         """Starts to read what the disk tier has of the prompt, if that is faster than a prefill pod computes it.
 
-        An aggregated pod's scheduler does this itself.
+        An aggregated pod's scheduler does this itself. `hash_prompt` as in `decide`.
         """
         pod = self._pod
         pool = pod.engine.pool
@@ -167,14 +170,20 @@ class Admission:
         if pool.disk_tier is None or scored or pod.role.current is Role.BOTH:
             return NO_LOAD
         rate = 0.0 if remote_cost is None else remote_cost.tokens_per_s
-        return pool.load_from_disk(pod.prompt_hashes(request), (lambda tokens: tokens / rate) if rate > 0 else None)
+        return pool.load_from_disk(hash_prompt(), (lambda tokens: tokens / rate) if rate > 0 else None)
 
     def decide(
-        self, request: ValidRequest, remote_cost: RemotePrefillCost | None, *, remote_only: bool
+        self,
+        request: ValidRequest,
+        hash_prompt: HashPrompt,
+        remote_cost: RemotePrefillCost | None,
+        *,
+        remote_only: bool,
     ) -> Admitted | Rejected:
         """Leases the blocks of an admitted request.
 
         Args:
+            hash_prompt: returns PodRuntime.prompt_hashes of the request, which it computes once.
             remote_cost: time that a prefill pod would take for this prompt; None while unknown.
             remote_only: this pod must not compute the prompt.
         """
@@ -183,7 +192,7 @@ class Admission:
             return Rejected(f"{num_sequences} sequences are reserved or running already")
         pool, scheduler, layout = self._pod.engine.pool, self._pod.engine.scheduler, self._pod.engine.layout
         block_size = pool.block_size
-        hashes = self._pod.prompt_hashes(request)
+        hashes = hash_prompt()
         # With prompt_logprobs every prompt token is computed, and none is taken from the cache.
         scored = request.sampling.prompt_logprobs is not None
         if self._pod.role.current is Role.BOTH and not remote_only:
