@@ -18,6 +18,7 @@ from common.kv_groups import PageOrder
 from common.types import Role, ValidRequest
 from engine.kv.groups.state_blocks import StateBlockPool, require_states
 from engine.schedule.sequence import Sequence as EngineSequence
+from gateway.pods.info import PodInfo
 from kv_transfer.backend.loopback import LoopbackFault
 from prefill_service import prefix_pull
 from tests.kv_groups.families import BLOCK, CHUNK, check_tokens, prompt
@@ -83,7 +84,7 @@ async def test_prompts_of_every_length_and_repeated_prompts(name: str, tmp_path:
     reference = save_for_pods(tmp_path, name)
     async with hybrids(tmp_path, **BOTH) as cluster:
         layout = cluster.decode.runtime.engine.layout
-        assert layout.state_pages > 1
+        assert PodInfo.from_pb(await cluster.decode.info(), "here:1").state_pages == layout.state_pages > 1
         for length in (1, 3, 4, 5, 23, 32, 33, 71):
             r = asked(prompt(length, seed=length), 5)
             for cold in (True, False):

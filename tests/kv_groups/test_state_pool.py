@@ -88,12 +88,12 @@ def order_of(tokens: Tokens) -> PageOrder:
 class StateMachine(RuleBasedStateMachine):
     """Random prompts, steps, forks, aborts, errors and hand-offs. Two steps are in flight, and the device is late."""
 
-    @initialize(num_states=st.integers(1, 7), spacing=st.integers(1, 3))
-    def make(self, num_states: int, spacing: int) -> None:
+    @initialize(num_states=st.integers(1, 7), spacing=st.integers(1, 3), policy=st.sampled_from(["lru", "gdsf"]))
+    def make(self, num_states: int, spacing: int, policy: str) -> None:
         options: dict[str, Any] = {"num_states": num_states, "spacing": spacing, "state_pages": STATE_PAGES}
         self.announced: set[bytes] = set()
         options |= {"on_stored": self.announced.update, "on_evicted": self.announced.difference_update}
-        self.pool = StateBlockPool(BLOCKS, SIZE, **options)
+        self.pool = StateBlockPool(BLOCKS, SIZE, policy=policy, **options)
         self.seen: list[Tokens | None] = [None] * num_states + [()]  # By slot; the last one is the zero slot
         self.text_of: dict[bytes, Tokens] = {}
         self.running: list[Running] = []
