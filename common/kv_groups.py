@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.kv_layout import KVLayout, LayerGroup
 
@@ -78,7 +78,7 @@ class PageOrder:
         full            0     1     2     4     6        5 blocks; the window of the one window group begins in block 2
         window 1                    3     5     7
 
-    The pages of the recurrent state at the end of the prompt come last, if the model has one.
+    The pages of the recurrent state come last, if the model has one.
     """
 
     num_blocks: int
@@ -88,18 +88,18 @@ class PageOrder:
     @classmethod
     def of_prompt(cls, layout: KVLayout, num_tokens: int) -> PageOrder:
         """Returns the pages with which a pod continues after a prompt, or caches its longest matchable prefix."""
-        order = cls._of(layout, layout.blocks_for(num_tokens), (num_tokens - 1) // layout.block_size)
-        return replace(order, state_pages=layout.state_pages)
+        return cls._of(layout, layout.blocks_for(num_tokens), (num_tokens - 1) // layout.block_size)
 
     @classmethod
     def of_prefix(cls, layout: KVLayout, num_blocks: int) -> PageOrder:
-        """Returns the pages of a usable prefix of full blocks. Prefixes with a recurrent state are not pulled."""
+        """Returns the pages of a usable prefix of full blocks, and of the recurrent state at its end."""
         return cls._of(layout, num_blocks, num_blocks)
 
     @classmethod
     def _of(cls, layout: KVLayout, num_blocks: int, boundary: int) -> PageOrder:
         """Returns the order for `num_blocks` blocks; the window groups have pages from their tail at `boundary` on."""
-        return cls(num_blocks, tuple(max(0, boundary - tail) for tail in window_tails(layout)))
+        starts = tuple(max(0, boundary - tail) for tail in window_tails(layout))
+        return cls(num_blocks, starts, layout.state_pages)
 
     @property
     def num_pages(self) -> int:

@@ -24,6 +24,7 @@ from engine.schedule.outputs import SchedulerStats
 from pod.runtime import PodRuntime
 
 MAX_LOCAL_STEPS = 4
+HashPrompt = Callable[[], Sequence[bytes]]  # Returns the hashes of the full blocks that a cache may supply
 
 
 class PrefillReason(enum.StrEnum):
@@ -141,7 +142,9 @@ class Rejected:
     """The pod does not take the request now."""
 
     reason: str  # One sentence for a person
-    temporary: bool = False  # Blocks become free once copies to host memory have ended: worth another try at once
+    #: Blocks or a slot for a state become free once copies to host memory, or steps, have ended: it is worth another
+    #: try at once.
+    temporary: bool = False
 
 
 class Admission:
@@ -154,10 +157,12 @@ class Admission:
         max_seqs = pod.engine.scheduler.config.max_seqs
         self._max_sequences = max_seqs + max(1, max_seqs // 2)
 
-    def load_from_disk(self, request: ValidRequest, remote_cost: RemotePrefillCost | None) -> DiskLoad:
+    def load_from_disk(
+        self, request: ValidRequest, hash_prompt: HashPrompt, remote_cost: RemotePrefillCost | None
+    ) -> DiskLoad:
         """Starts to read what the disk tier has of the prompt, if that is faster than a prefill pod computes it.
 
-        An aggregated pod's scheduler does this itself.
+        An aggregated pod's scheduler does this itself. `hash_prompt` as in `decide`.
         """
         pod = self._pod
         pool = pod.engine.pool
@@ -165,14 +170,20 @@ class Admission:
         if pool.disk_tier is None or scored or pod.role.current is Role.BOTH:
             return NO_LOAD
         rate = 0.0 if remote_cost is None else remote_cost.tokens_per_s
-        return pool.load_from_disk(pod.prompt_hashes(request), (lambda tokens: tokens / rate) if rate > 0 else None)
+        return pool.load_from_disk(hash_prompt(), (lambda tokens: tokens / rate) if rate > 0 else None)
 
     def decide(
-        self, request: ValidRequest, remote_cost: RemotePrefillCost | None, *, remote_only: bool
+        self,
+        request: ValidRequest,
+        hash_prompt: HashPrompt,
+        remote_cost: RemotePrefillCost | None,
+        *,
+        remote_only: bool,
     ) -> Admitted | Rejected:
         """Leases the blocks of an admitted request.
 
         Args:
+            hash_prompt: returns PodRuntime.prompt_hashes of the request, which it computes once.
             remote_cost: time that a prefill pod would take for this prompt; None while unknown.
             remote_only: this pod must not compute the prompt.
         """
@@ -181,7 +192,7 @@ class Admission:
             return Rejected(f"{num_sequences} sequences are reserved or running already")
         pool, scheduler, layout = self._pod.engine.pool, self._pod.engine.scheduler, self._pod.engine.layout
         block_size = pool.block_size
-        hashes = self._pod.prompt_hashes(request)
+        hashes = hash_prompt()
         # With prompt_logprobs every prompt token is computed, and none is taken from the cache.
         scored = request.sampling.prompt_logprobs is not None
         if self._pod.role.current is Role.BOTH and not remote_only:
@@ -193,7 +204,7 @@ class Admission:
         kept = Retention.of(request)
         lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True, retention=kept)
         if lease is None:
-            return Rejected("the KV pool is full", temporary=pool.copies_pending())
+            return Rejected(pool.shortage(), temporary=pool.copies_pending())
         cached = lease.cached_blocks * block_size
         usable = 0 if scored else cached
         uncached, state = request.context_len - usable, self._state(stats)
@@ -202,10 +213,12 @@ class Admission:
             lease.finish("the whole prompt is computed")
             lease = pool.lease([], blocks, keep_free=stats.running, retention=kept)
             if lease is None:
-                return Rejected("the KV pool is full", temporary=pool.copies_pending())
+                return Rejected(pool.shortage(), temporary=pool.copies_pending())
             cached = 0
         if not decision.local and not lease.cover_transfer(PageOrder.of_prompt(layout, request.context_len)):
             lease.finish("no pages for the windows, or no slot for the state")
+            if layout.state_pages:
+                return Rejected("steps in flight use every free slot for a recurrent state", temporary=True)
             return Rejected("the KV pool is full")
         return Admitted(lease, lease.cached_blocks * block_size, decision, hashes)
 

@@ -9,7 +9,8 @@ moves the state to ENDED decides, under the lock, which end the gateway receives
 dropped. The hand-off is drained once the engine holds nothing for the request.
 
 Each of a request's n sequences (children) ends by itself. The request ends with the last of them, or with an error of
-any. After a remote prefill the sequences fork from the lease, and each takes one of the spare blocks behind the prompt.
+any. After a remote prefill the sequences fork from the lease, which the last one keeps. Each has one of the spare
+blocks behind the prompt.
 """
 
 from __future__ import annotations
@@ -173,22 +174,21 @@ class DecodeHandOff:
                 self._run(seqs)
 
     def _fork(self, lease: Lease, firsts: dict[int, int]) -> list[Sequence]:
-        """Returns the sequences that go on after their first tokens. They take the lease over."""
+        """Returns the sequences that go on after their first tokens. The last one takes the lease over."""
         computed = self.request.context_len
-        if self.request.sampling.n == 1:
-            [(child, token)] = firsts.items()
-            return [self._sequence(lease=lease, computed=computed, first=[token], child=child)]
         shared = self._pod.engine.layout.blocks_for(computed)
+        *others, (last_child, last_token) = firsts.items()
         seqs: list[Sequence] = []
         with ExitStack() as forks:
-            for child, token in firsts.items():
+            for child, token in others:
                 fork = lease.fork(shared, spare=min(1, len(lease.blocks) - shared))
                 forks.callback(fork.finish, "not begun")
                 seqs.append(self._sequence(lease=fork, computed=computed, first=[token], child=child))
                 if not fork.is_complete:
                     seqs[-1].preempt()  # it computes the prompt again
+            lease.trim(min(len(lease.blocks), shared + 1))
+            seqs.append(self._sequence(lease=lease, computed=computed, first=[last_token], child=last_child))
             forks.pop_all()
-        lease.finish("forked")
         return seqs
 
     def _sequence(self, *, first: abc.Sequence[int] = (), **kwargs: Any) -> Sequence:

@@ -7,6 +7,7 @@ through call_soon_threadsafe. The engine thread also looks requests up, which is
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import defaultdict
@@ -84,9 +85,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 raise Unavailable(f"the token stream of gateway {request.gateway_id!r} has ended")
             if valid.request_id in self.requests:
                 raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
-            return self._admission.decide(valid, cost, remote_only=request.remote_only)
+            return self._admission.decide(valid, hash_prompt, cost, remote_only=request.remote_only)
 
-        load = self._admission.load_from_disk(valid, cost)
+        hash_prompt = functools.cache(lambda: pod.prompt_hashes(valid))  # the decision may be tried again
+        load = self._admission.load_from_disk(valid, hash_prompt, cost)
         await retry_while(lambda: load.done, lambda done: not done)
         result = await retry_while(decide, lambda found: isinstance(found, Rejected) and found.temporary)
         if isinstance(result, Rejected):

@@ -38,15 +38,6 @@ class EngineConfig(PodEngineSettings):
         was=("prompt_budget",),
     )
     recurrent_states: bool = True  # Models with recurrent states may run.
-    num_states: int = setting(
-        kinds.integer(0),
-        0,
-        "Slots for the recurrent states of a hybrid model: one for each running sequence, the others for snapshots; "
-        "0: four for each sequence of max_seqs, within a third of the memory",
-    )
-    snapshot_blocks: int = setting(
-        kinds.integer(1), 128, "Blocks of a prompt from one snapshot of a hybrid model's recurrent state to the next"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

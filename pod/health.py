@@ -2,8 +2,8 @@
 
 - A thread of the pod, or a rank, has ended: the pod exits.
 - The pool is inconsistent while no request runs: the pod refuses new work; blocks that peers still read stay.
-- A tenth of the pool stays quarantined for QUARANTINE_LIMIT_S. Nothing proves that the writers stopped, and only the
-  end of this process keeps them out: the pod exits.
+- A tenth of the blocks, or of the slots for recurrent states, stays quarantined for QUARANTINE_LIMIT_S. Nothing proves
+  that the writers stopped, and only the end of this process keeps them out: the pod exits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import InternalError
-from common.types import PoolCounts
 from engine.kv.blocks import BlockPool
 from engine.loop import EngineLoop
 from kv_transfer.node import TransferNode
@@ -37,9 +36,12 @@ class QuarantineWatch:
     limit_s: float = QUARANTINE_LIMIT_S
     _since: float | None = None
 
-    def overdue(self, counts: PoolCounts, now: float) -> bool:
-        """Returns whether the limit has passed. Call about once a second; `now` is monotonic seconds."""
-        if counts.quarantined <= self.share * counts.total:
+    def overdue(self, share: float, now: float) -> bool:
+        """Returns whether the limit has passed, if `share` of the pool is quarantined at the time `now`.
+
+        Call about once a second; `now` is monotonic seconds.
+        """
+        if share <= self.share:
             self._since = None
         elif self._since is None:
             self._since = now
@@ -88,9 +90,9 @@ class PodHealth:
             self.leave(EXIT_BROKEN, self.loop.failure)
 
     def _check_quarantine(self) -> None:
-        counts = self.pool.counts()
-        if self._quarantine.overdue(counts, time.monotonic()):
-            self.leave(EXIT_QUARANTINED, f"{counts.quarantined} of {counts.total} blocks stay quarantined")
+        share = self.pool.quarantined_share()
+        if self._quarantine.overdue(share, time.monotonic()):
+            self.leave(EXIT_QUARANTINED, f"{share:.0%} of the blocks, or of the recurrent states, stay quarantined")
 
     def _check_pool(self) -> None:
         if not (self.intact and self.idle()):

@@ -433,20 +433,16 @@ class PodRuntime:
             draining=state is LifecycleState.DRAINING or self.role.target is not None,
             version=metadata.version("baton-serving"),
             blocks=pool_counts_to_pb(self.engine.pool.counts()),
+            states=None if (states := self.engine.pool.state_counts()) is None else pool_counts_to_pb(states),
             computed=transfer_pb2.ComputedTokens(**self.computed_tokens),
             served_name=self.served_name,
             load=load_to_pb(self.load()),
             activity=self.metrics.activity(None if self._gpu is None else self._gpu.reading()),
             pairs=self.transfer_node.pair_stats(),
-            pulls=self.role.current is Role.PREFILL and self.pulls_prefixes,
+            pulls=self.role.current is Role.PREFILL and self.config.pulls_prefixes,
             late_targets=self.role.current is Role.PREFILL,
             adapters=self.adapters.state(),
         )
-
-    @property
-    def pulls_prefixes(self) -> bool:
-        """Whether this pod takes cached prefixes from other pods. Prefixes with a recurrent state are not pulled."""
-        return self.config.pulls_prefixes and not self.engine.layout.states
 
     def load(self) -> PodLoad:
         """Returns the load and the rates that routing weighs."""

@@ -166,16 +166,37 @@ class PrefixWarmUp:
     async def _pull(
         self, request_id: str, hashes: Sequence[bytes], holder: PodRecord, max_blocks: int, timeout_s: float
     ) -> int:
-        """Pulls what is missing of one prefix, or its start; returns the number of new blocks, 0 after an error."""
-        pool = self._pool
-        hashes = hashes[: pool.match_prefix(hashes) + max_blocks]
-        lease = pool.lease(hashes, len(hashes))
-        if lease is None:
-            return 0
+        """Pulls what is missing of one prefix, or its start; returns the number of new blocks, 0 after an error.
+
+        A holder without window pages or a state at the end of this prefix names a shorter one, which is then pulled.
+        """
+        cached = self._pool.match_prefix(hashes)
+        hashes = hashes[: cached + max_blocks]
         try:
-            first, order = lease.cached_blocks, PageOrder.of_prefix(self._layout, len(hashes))
-            if first == len(hashes) or not lease.cover_transfer(order):
-                return 0
+            pulled, held = await self._ask_holder(request_id, hashes, holder, timeout_s)
+            if cached < held < len(hashes):
+                pulled, _ = await self._ask_holder(request_id, hashes[:held], holder, timeout_s)
+            return pulled
+        except BatonError as error:
+            self._failed.add(holder.pod)
+            _log.info("a hot prefix of %s was not pulled: %s", holder.pod, describe(error))
+            return 0
+
+    async def _ask_holder(
+        self, request_id: str, hashes: Sequence[bytes], holder: PodRecord, timeout_s: float
+    ) -> tuple[int, int]:
+        """Pulls a prefix in one call to the holder. Raises BatonError.
+
+        Returns the number of new blocks, and the blocks that a holder that sends nothing would send.
+        """
+        lease = self._pool.lease(hashes, len(hashes))
+        if lease is None:
+            return 0, 0
+        try:
+            order = PageOrder.of_prefix(self._layout, len(hashes))
+            if lease.cached_blocks == len(hashes) or not lease.cover_transfer(order):
+                return 0, 0
+            first = lease.cached_blocks  # `cover_transfer` takes blocks without a snapshot of their state
             pin = lease.pin_for_write(first, len(hashes) - first, order)
             wanted = WantedBlocks(
                 request_id=request_id,
@@ -186,20 +207,16 @@ class PrefixWarmUp:
                 timeout_s=max(0.0, timeout_s),
             )
             got = await self._node.pull(holder.address, holder.pod, wanted)
-            complete = order.block_at(wanted.first_block + got.blocks) or first
-            lease.publish(hashes[:complete])
-            return complete - first
-        except BatonError as error:
-            self._failed.add(holder.pod)
-            _log.info("a hot prefix of %s was not pulled: %s", holder.pod, describe(error))
-            return 0
+            if not got.blocks:
+                return 0, got.held
+            return lease.publish_pulled(hashes, order, wanted.first_block + got.blocks) - first, 0
         finally:
             lease.finish("warm-up")
 
 
 async def warm_up_from_peers(config: PodConfig, engine: Engine, node: TransferNode) -> int:
     """Pulls the most used prefixes of the pod's scope within the limits of its settings; returns the blocks."""
-    if not config.warm_up_s or not config.pulls_prefixes or config.redis is None or engine.layout.states:
+    if not config.warm_up_s or not config.pulls_prefixes or config.redis is None:
         return 0
     assert config.name is not None
     began, reader = time.monotonic(), IndexReader(config.redis, books=False)

@@ -49,7 +49,7 @@ class PrefixPuller:
     async def pull(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
         """Pulls what `hint` offers and returns whether a holder was asked. Raises only CancelledError."""
         metrics = self._pod.metrics
-        if not self._pod.pulls_prefixes:
+        if not self._pod.config.pulls_prefixes:
             metrics.pulls.labels("skipped", "off").inc()
             return False
         hashes = self._pod.prompt_hashes(request, hint.blocks)
@@ -89,7 +89,7 @@ class PrefixPuller:
     ) -> tuple[str, str]:
         """Returns the outcome and its reason. Raises BatonError.
 
-        A holder with KV groups may have full pages of the whole prefix, but window pages of shorter ones only. It then
+        A holder may have the blocks of the whole prefix, but window pages or a state of shorter ones only. It then
         tells the longest of these, which is pulled if that is still worth it.
         """
         pool = self._pod.engine.pool
@@ -129,12 +129,12 @@ class PrefixPuller:
         if lease is None:
             return "skipped", "no_room", 0
         try:
-            first = lease.cached_blocks
-            if first == len(hashes):
+            if lease.cached_blocks == len(hashes):
                 return "skipped", "held", 0
             order = PageOrder.of_prefix(pod.engine.layout, len(hashes))
             if not lease.cover_transfer(order):
                 return "skipped", "no_room", 0
+            first = lease.cached_blocks  # `cover_transfer` takes blocks without a snapshot of their state
             asked, pin = time.monotonic(), lease.pin_for_write(first, len(hashes) - first, order)
             wanted = WantedBlocks(
                 request_id=request_id,
@@ -151,8 +151,7 @@ class PrefixPuller:
                 pod.rates.observe_pull(time.monotonic() - asked, 0.0)
                 raise
             await retry_while(lambda: lease.host_loading, bool)  # copies from host memory, started by pool.lease
-            complete = order.block_at(wanted.first_block + got.blocks)
-            lease.publish(hashes[: first if complete is None else complete])
+            lease.publish_pulled(hashes, order, wanted.first_block + got.blocks)
             if not got.blocks:
                 return "refused", got.reason, got.held
             self._observe(got, time.monotonic() - asked)

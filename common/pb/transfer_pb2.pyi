@@ -245,6 +245,7 @@ class InfoResponse(_message.Message):
     STEP_BOUND_S_FIELD_NUMBER: _builtins.int
     FIRST_ROLE_FIELD_NUMBER: _builtins.int
     CARD_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
@@ -315,6 +316,12 @@ class InfoResponse(_message.Message):
         """Counters for dashboards."""
 
     @_builtins.property
+    def states(self) -> Global___PoolCounts:
+        """Slots for recurrent states by state, for tests and operators; `cached` ones have a snapshot. Absent from pods of
+        models without such states.
+        """
+
+    @_builtins.property
     def adapters(self) -> Global___Adapters:
         """LoRA adapters; absent from pods that serve none."""
 
@@ -348,11 +355,12 @@ class InfoResponse(_message.Message):
         step_bound_s: _builtins.float = ...,
         first_role: Global___Role.ValueType = ...,
         card: _builtins.str = ...,
+        states: Global___PoolCounts | None = ...,
         adapters: Global___Adapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "adapters", b"adapters", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "adapters", b"adapters", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "adapters", b"adapters", "blocks", b"blocks", "boot_id", b"boot_id", "card", b"card", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "first_role", b"first_role", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "step_bound_s", b"step_bound_s", "stuck", b"stuck", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "adapters", b"adapters", "blocks", b"blocks", "boot_id", b"boot_id", "card", b"card", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "first_role", b"first_role", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "states", b"states", "step_bound_s", b"step_bound_s", "stuck", b"stuck", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

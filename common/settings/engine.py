@@ -73,6 +73,15 @@ class EngineSettings(Settings, section="Engine"):
         "Free the KV of layers with a window when it leaves the window, if the model has other layers too, and serve "
         "models with recurrent states; the same on all pods",
     )
+    num_states: int = setting(
+        kinds.integer(0),
+        0,
+        "Slots for the recurrent states of a hybrid model: one for each running sequence, the others for snapshots; "
+        "default: four for each sequence of max_seqs, within a third of the memory",
+    )
+    snapshot_blocks: int = setting(
+        kinds.integer(1), 128, "Blocks of a prompt from one snapshot of a hybrid model's recurrent state to the next"
+    )
     max_model_len: int = setting(
         kinds.integer(0, 1 << 24), 0, "Longest prompt plus output, in tokens; default: the model's"
     )

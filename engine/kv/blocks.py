@@ -136,6 +136,10 @@ class BlockPool(BlockLedger):
         with self.lock:
             return self._num_allocatable() + len(self._cache.unsaved) + len(self._cache.saving)
 
+    def shortage(self) -> str:
+        """Returns why `lease` has returned None, as one sentence for a person."""
+        return "the KV pool is full"
+
     def num_deferred(self) -> int:
         """Returns the number of block references that are released when the steps in flight end."""
         with self.lock:
@@ -150,6 +154,14 @@ class BlockPool(BlockLedger):
         """Returns the number of blocks in each state."""
         with self.lock:
             return self._counts()
+
+    def state_counts(self) -> PoolCounts | None:
+        """Returns the number of slots for recurrent states in each state; None for a pool without."""
+        return None
+
+    def quarantined_share(self) -> float:
+        """Returns the share of the blocks that is quarantined, or that of the slots for states if it is larger."""
+        return max(counts.quarantined / counts.total for counts in (self.counts(), self.state_counts()) if counts)
 
     def cached_hashes(self) -> list[bytes]:
         """Returns all hashes that a match can find in the pool, parents before children."""

@@ -189,6 +189,16 @@ class Lease:
             if stored:
                 pool._on_stored(stored)
 
+    def publish_pulled(self, hashes: Sequence[bytes], order: PageOrder, num_pages: int) -> int:
+        """Registers the blocks of a pulled prefix whose first `num_pages` pages are complete; returns their number.
+
+        `order` is that of the pages, and `hashes` has one hash for each of its blocks.
+        """
+        count = order.num_blocks if num_pages == order.num_pages else order.block_at(num_pages)
+        if count is not None:
+            self.publish(hashes[:count])
+        return self.num_published
+
     def rematch(self, hashes: Sequence[bytes]) -> int:
         """Replaces the first blocks by blocks that were registered after the lease was made; returns cached_blocks.
 

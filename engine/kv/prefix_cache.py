@@ -152,13 +152,17 @@ class PrefixCache:
     def evict(self) -> tuple[int, bytes]:
         """Unregisters the next evictable block, a leaf; returns it and its hash."""
         block, _ = self.evictable.popitem(last=False)
+        return block, self._unregister(block)
+
+    def _unregister(self, block: int) -> bytes:
+        """Unregisters an idle block that is not evictable any more; returns its hash."""
         block_hash = self.hash_by_block[block]
         assert block_hash is not None
         del self.block_by_hash[block_hash]
         self.hash_by_block[block] = None
         self.idle[block] = 0
         self.num_idle -= 1
-        return block, block_hash
+        return block_hash
 
     def start_saving(self, count: int) -> list[int]:
         """Takes at most `count` of the oldest unsaved blocks; their copies to the host start now."""

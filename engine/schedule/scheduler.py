@@ -29,7 +29,7 @@ from common.errors import BatonError, InternalError, InvalidRequest
 from common.types import FinishReason
 from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
-from engine.kv.groups.state_blocks import Snapshot
+from engine.kv.groups.state_slots import Snapshot
 from engine.kv.lease import BlockCopy, Lease
 from engine.schedule.chunks import ChunkPolicy
 from engine.schedule.limits import SchedulerConfig, num_future_forks, require_fitting

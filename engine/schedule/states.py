@@ -13,7 +13,7 @@ def plan_states(pool: StateBlockPool, scheduled: Sequence[ScheduledSequence]) ->
     planned: list[ScheduledSequence] = []
     leases = [require_states(entry.seq.lease) for entry in scheduled]
     for entry, lease in zip(scheduled, leases, strict=True):
-        snapshots = lease.plan_snapshots(entry.start, entry.start + entry.num_new, entry.seq.prompt_len)
+        snapshots = lease.plan_snapshots(entry.start, entry.start + entry.num_new, entry.seq.prefill_len)
         planned.append(entry._replace(snapshots=snapshots))
     if planned:
         planned[0] = planned[0]._replace(state_copies=pool.take_copies(leases))

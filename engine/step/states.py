@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.device import upload
-from engine.kv.groups.state_blocks import Snapshot, require_states
+from engine.kv.groups.state_blocks import require_states
 from engine.kv.groups.state_pool import StatePool, StateRow, StepStates
+from engine.kv.groups.state_slots import Snapshot
 from engine.schedule.scheduler import ScheduledSequence
 
 

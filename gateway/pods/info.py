@@ -26,6 +26,7 @@ class PodInfo:
     block_size: int  #: Tokens of a KV block.
     block_bytes: int  #: Bytes of a KV block on all ranks; with KV groups, of a page.
     window_tails: tuple[int, ...] = ()  #: KV groups with a window: the pages of each at the end of a prefix.
+    state_pages: int = 0  #: Blocks whose bytes hold a recurrent state; 0 for a model without.
     max_model_len: int
     num_blocks: int  #: Blocks of the longest sequence that fits the pool; without KV groups, all of them.
     vocab_size: int
@@ -39,6 +40,8 @@ class PodInfo:
         layout = layout_from_pb(pb.layout)
         if not layout.block_size:
             raise InvalidRequest(f"the KV layout of the pod at {address} has no block_size", field="block_size")
+        if layout.state_bytes and not layout.block_bytes:
+            raise InvalidRequest(f"the KV layout of the pod at {address} has states, but no bytes", field="state_bytes")
         tails = window_tails(layout)
         return cls(
             name=pb.pod,
@@ -52,6 +55,7 @@ class PodInfo:
             block_size=layout.block_size,
             block_bytes=pb.layout.block_bytes * max(1, layout.num_kv_heads) // layout.rank_heads,
             window_tails=tails,
+            state_pages=layout.state_pages,
             max_model_len=pb.max_model_len,
             num_blocks=blocks_that_fit(pb.num_blocks, tails),
             vocab_size=pb.vocab_size,

@@ -331,12 +331,14 @@ def offer_pulls(
     holders: Sequence[PodView],
     block_bytes: int,
     window_tails: Sequence[int] = (),
+    state_pages: int = 0,
 ) -> dict[str, PullOffer]:
     """Returns pull offers by the puller's name, for pullers that save time. Only `device_hits` can be pulled.
 
     A pull takes the puller's measured latency, and the missing bytes at the measured rate of the two pods. A pair that
     has moved nothing yet is assumed to have the mean rate of the known pairs, and to need CONNECT_S for the connection.
-    With KV groups `block_bytes` are those of a page; the missing pages at the end of each window move too.
+    With KV groups `block_bytes` are those of a page; the missing pages at the end of each window move too. A recurrent
+    state takes `state_pages` blocks.
     """
     holding = [view for view in holders if device_hits.get(view.name)]
     best = sorted(holding, key=lambda view: device_hits[view.name], reverse=True)[:MAX_HOLDERS]
@@ -346,13 +348,13 @@ def offer_pulls(
     lacking = [view for view in pullers if view.pulls and expected_hits.get(view.name, 0) < longest]
     if not lacking:
         return {}
+    ends = window_tails, state_pages
     rates = [rate for view in (*best, *lacking) for rate in view.pair_rates.values()]
     mean_rate = fmean(rates) if rates else 0.0
     return {
         view.name: offer
         for view in lacking
-        if (offer := _best_offer(device_hits, expected_hits, view, best, block_bytes, window_tails, mean_rate))
-        is not None
+        if (offer := _best_offer(device_hits, expected_hits, view, best, block_bytes, ends, mean_rate)) is not None
     }
 
 
@@ -362,7 +364,7 @@ def _best_offer(
     puller: PodView,
     holders: Sequence[PodView],
     block_bytes: int,
-    window_tails: Sequence[int],
+    ends: tuple[Sequence[int], int],  # `window_tails` and `state_pages`
     mean_rate: float,
 ) -> PullOffer | None:
     """Returns the pull that saves the most time; None if no pull saves any."""
@@ -377,7 +379,7 @@ def _best_offer(
         if rate <= 0:
             continue
         blocks = missing / puller.block_size
-        pages = blocks + sum(min(tail, blocks) for tail in window_tails)
+        pages = blocks + sum(min(tail, blocks) for tail in ends[0]) + ends[1]
         pull_s = puller.pull_s + connect_s + pages * block_bytes / rate
         saving_s = missing * puller.prefill_s_per_token - pull_s
         if saving_s > best_saving_s:

@@ -371,7 +371,8 @@ class RoutingPlan:
         info = pods[0].info if pods else None
         if info is None:
             return {}
-        return offer_pulls(prompt.device_hits, expected_hits, pullers, holders, info.block_bytes, info.window_tails)
+        ends = info.window_tails, info.state_pages
+        return offer_pulls(prompt.device_hits, expected_hits, pullers, holders, info.block_bytes, *ends)
 
     def find_holder(self, name: str) -> PodInfo | None:
         """Returns the pod of this name if it is still usable."""

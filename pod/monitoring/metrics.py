@@ -115,6 +115,8 @@ class PodMetrics:
         engine, counter, gauge = self._engine, self.metrics.sampled_counter, self.metrics.sampled_gauge
         stats = engine.scheduler.stats
         gauge("kv_blocks", "KV blocks by state.", _by(engine.pool.counts, asdict), ["state"])
+        states = _by(engine.pool.state_counts, asdict)
+        gauge("recurrent_states", "Slots for recurrent states by state.", states, ["state"])
         gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", _one(lambda: load().queued_tokens))
         sequences = _by(load, lambda s: {"running": s.running, "waiting": s.waiting, "reserved": s.reserved})
         gauge("sequences", "Sequences that run, wait in the engine, or wait for KV.", sequences, ["state"])

@@ -3,7 +3,7 @@
     .venv/bin/python -m tests.chaos --seeds 17                    one seed, as it failed
     .venv/bin/python -m tests.chaos --seeds 1-20 --out FILE       adds the seeds to the result file
     .venv/bin/python -m tests.chaos --schedule --seeds 17         only prints the faults
-    .venv/bin/python -m tests.chaos --kv-groups --seeds 1-3       seeds with pages per KV group
+    .venv/bin/python -m tests.chaos --model windows --seeds 1-3   seeds with pages per KV group; or `states`
     .venv/bin/python -m tests.chaos --soak-minutes 30 --out FILE  steady load with rare faults
 
 The exit code is 1 after a wrong answer, a hang, a leak, a crash, or a refusal by a gateway that said that it was ready.
@@ -21,7 +21,7 @@ from typing import Any
 
 import uvloop
 
-from tests.rigs.chaos.catalogue import catalogue, write_model
+from tests.rigs.chaos.catalogue import ModelKind, catalogue, write_model
 from tests.rigs.chaos.results import append
 from tests.rigs.chaos.schedule import schedule
 from tests.rigs.chaos.seeds import SeedRunner
@@ -42,13 +42,13 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-async def chaos(seeds: Sequence[int], seconds: float, directory: Path, out: Path | None, *, kv_groups: bool) -> int:
+async def chaos(seeds: Sequence[int], seconds: float, directory: Path, out: Path | None, kind: ModelKind) -> int:
     """Runs the seeds on one stack. Returns the exit code."""
     (directory / "oracle").mkdir(parents=True)
-    write_model(directory / "oracle", window=kv_groups)
+    write_model(directory / "oracle", kind)
     cases = await asyncio.to_thread(catalogue, directory / "oracle")
     good, rows = True, list[dict[str, Any]]()
-    async with ChaosStack.running(directory, kv_groups=kv_groups) as stack:
+    async with ChaosStack.running(directory, kind) as stack:
         runner = await SeedRunner.warmed_up(stack, cases, _say)
         for seed in seeds:
             result = await runner.run(seed, seconds)
@@ -66,7 +66,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="length of a seed's load")
     parser.add_argument("--schedule", action="store_true", help="print the faults of the seeds and stop")
     parser.add_argument("--soak-minutes", type=float, help="run the soak instead of seeds")
-    parser.add_argument("--kv-groups", action="store_true", help="a model with KV groups, in pods that use them")
+    kinds = tuple(ModelKind)
+    parser.add_argument("--model", type=ModelKind, choices=kinds, default=ModelKind.PLAIN, help="kind of the model")
     parser.add_argument("--out", type=Path, help="result file; chaos adds to it")
     parser.add_argument("--logs", type=Path, help="directory of the logs; default: a new one in .run/chaos")
     args = parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> int:
     directory = (args.logs or Path(".run/chaos") / f"{now:%Y%m%d-%H%M%S}").absolute()
     if args.soak_minutes is not None:
         return report_soak(uvloop.run(soak(args.soak_minutes, directory, _say)), args.out)
-    return uvloop.run(chaos(args.seeds, args.seconds, directory, args.out, kv_groups=args.kv_groups))
+    return uvloop.run(chaos(args.seeds, args.seconds, directory, args.out, args.model))
 
 
 if __name__ == "__main__":

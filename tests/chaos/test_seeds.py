@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from tests.rigs.chaos import fork_server, invariants, results, seeds
-from tests.rigs.chaos.catalogue import Case, catalogue, write_model
+from tests.rigs.chaos.catalogue import Case, ModelKind, catalogue, write_model
 from tests.rigs.chaos.client import ChaosClients, Gateway, Verdict
 from tests.rigs.chaos.invariants import ReadinessWatch
 from tests.rigs.chaos.schedule import GROUPS, PROCESSES, FaultKind, ScheduledFault, schedule
@@ -58,12 +58,14 @@ async def test_two_seeds_break_nothing(cases: list[Case], tmp_path: Path, monkey
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-async def test_a_seed_with_kv_groups_breaks_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [ModelKind.WINDOWS, ModelKind.STATES])
+async def test_a_seed_with_windows_or_states_breaks_nothing(kind: ModelKind, tmp_path: Path) -> None:
     (tmp_path / "oracle").mkdir()
-    write_model(tmp_path / "oracle", window=True)
+    write_model(tmp_path / "oracle", kind)
     cases = catalogue(tmp_path / "oracle")
-    async with ChaosStack.running(tmp_path / "stack", kv_groups=True) as stack:
-        assert len((await stack.info("decode-0")).layout.groups) == 2
+    async with ChaosStack.running(tmp_path / "stack", kind) as stack:
+        info = await stack.info("decode-0")
+        assert (len(info.layout.groups), info.HasField("states")) == {"windows": (2, False), "states": (0, True)}[kind]
         runner = await SeedRunner.warmed_up(stack, cases, print)
         result = await runner.run(2, SECONDS)
     assert result.good, result

@@ -12,7 +12,7 @@ import pytest
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError, InternalError, Unavailable
 from common.pb import control_pb2, control_pb2_grpc
-from common.types import PoolCounts, Role
+from common.types import Role
 from engine.llm import LLM
 from engine.step.runner import ModelRunner
 from kv_transfer.node import TransferNode
@@ -181,7 +181,7 @@ class TestLife:
 
     def test_a_lasting_quarantine_is_noticed(self) -> None:
         watch = QuarantineWatch(share=0.1, limit_s=60)
-        bad, good = PoolCounts(8, 0, 0, 2), PoolCounts(9, 0, 0, 1)
+        bad, good = 0.2, 0.1
         assert not watch.overdue(bad, 0.0)
         assert not watch.overdue(good, 30.0)
         assert not watch.overdue(bad, 40.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from pod.warm_up import MIN_HITS, parse_hot_prefixes
 from prefix_index import publisher
 from prefix_index.reader import IndexReader
 from tests.kv_groups.families import check_tokens, save
-from tests.rigs.pods.harness import BLOCK, Cluster, Pod, expected, prompt_of, request
+from tests.rigs.engine.hybrid_models import HYBRID_CASES, save_hybrid
+from tests.rigs.pods.harness import BLOCK, VOCAB, Cluster, Pod, expected, prompt_of, request
 from tests.rigs.waiting import until
 
 PREFIX = prompt_of(8 * BLOCK, seed=9)
@@ -39,9 +41,9 @@ def warmed(pod: Pod) -> int:
     return int(pod.runtime.metrics.warm_up_blocks._value.get())
 
 
-async def use_prefix(cluster: Cluster, redis: str, *, holders: int = 2) -> None:
-    """Three prompts with one prefix; waits until Redis has the lists of so many pods, with two hits each."""
-    for number in range(3):
+async def use_prefix(cluster: Cluster, redis: str, *, holders: int = 2, prompts: int = 3) -> None:
+    """Some prompts with one prefix; waits until Redis has the lists of so many pods, with two hits each."""
+    for number in range(prompts):
         await cluster.generate(request([*PREFIX, *prompt_of(BLOCK + 1, seed=number)], 2))
     runtimes = [pod.runtime for pod in (*cluster.prefills, cluster.decode)][:holders]
     scope, names = runtimes[0].engine.layout.scope, [runtime.name for runtime in runtimes]
@@ -115,13 +117,16 @@ async def test_a_holder_that_hangs_leaves_time_for_others_and_no_block_behind(
         await until(lambda: new.runtime.engine.pool.counts().quarantined == 0)
 
 
-async def test_a_new_pod_with_kv_groups_pulls_the_pages_of_all_groups(tmp_path: Path, redis: str) -> None:
+@pytest.mark.parametrize("family", ["qwen2-window", "qwen3.5"])
+async def test_a_new_pod_pulls_pages_of_windows_and_recurrent_states(family: str, tmp_path: Path, redis: str) -> None:
     (tmp_path / "model").mkdir()
-    reference = save(tmp_path / "model", "qwen2-window")
+    hybrid = family in HYBRID_CASES
+    save_model = functools.partial(save_hybrid, vocab_size=VOCAB) if hybrid else save
+    reference = save_model(tmp_path / "model", family)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     config: dict[str, Any] = {"redis": redis, "kv_groups": True, "num_blocks": 400, **WARM}
     async with Cluster.start(tmp_path / "model", prefill_config=config, decode_config=config) as cluster:
-        await use_prefix(cluster, redis, holders=1)
+        await use_prefix(cluster, redis, holders=1, prompts=4)  # the second one makes the snapshot
         new = await cluster.add(Role.PREFILL, **config)
         assert warmed(new) == len(PREFIX) // BLOCK
         r = request([*PREFIX, *prompt_of(BLOCK + 3, seed=77)], 6, logprobs=0)

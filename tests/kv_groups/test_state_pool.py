@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.kv_groups import PageOrder
-from engine.kv.groups.state_blocks import Snapshot, StateBlockPool, StateLease, require_states
+from engine.kv.groups.state_blocks import StateBlockPool, StateLease, StatePin, require_states
+from engine.kv.groups.state_slots import Snapshot
 from engine.kv.lease import BlockCopy
 from engine.kv.ledger import BlockPin, StepFence
 from engine.schedule.scheduler import ScheduledSequence
@@ -34,7 +35,7 @@ class Running:
 
     lease: StateLease
     tokens: Tokens
-    prompt_len: int
+    prefill_len: int
     computed: int  # Tokens of collected steps
     launched: int = 0  # Tokens of steps in flight
 
@@ -74,6 +75,7 @@ class Transfer:
     slot: int
     tokens: Tokens
     lease: StateLease | None = None  # Of the receiver; None for a sender, and after an abort
+    order: PageOrder | None = None  # Of a pulled prefix; None for a prompt
 
 
 STATE_PAGES = 2
@@ -86,10 +88,12 @@ def order_of(tokens: Tokens) -> PageOrder:
 class StateMachine(RuleBasedStateMachine):
     """Random prompts, steps, forks, aborts, errors and hand-offs. Two steps are in flight, and the device is late."""
 
-    @initialize(num_states=st.integers(1, 7), spacing=st.integers(1, 3))
-    def make(self, num_states: int, spacing: int) -> None:
-        options = {"num_states": num_states, "spacing": spacing, "state_pages": STATE_PAGES}
-        self.pool = StateBlockPool(BLOCKS, SIZE, **options)
+    @initialize(num_states=st.integers(1, 7), spacing=st.integers(1, 3), policy=st.sampled_from(["lru", "gdsf"]))
+    def make(self, num_states: int, spacing: int, policy: str) -> None:
+        options: dict[str, Any] = {"num_states": num_states, "spacing": spacing, "state_pages": STATE_PAGES}
+        self.announced: set[bytes] = set()
+        options |= {"on_stored": self.announced.update, "on_evicted": self.announced.difference_update}
+        self.pool = StateBlockPool(BLOCKS, SIZE, policy=policy, **options)
         self.seen: list[Tokens | None] = [None] * num_states + [()]  # By slot; the last one is the zero slot
         self.text_of: dict[bytes, Tokens] = {}
         self.running: list[Running] = []
@@ -161,7 +165,7 @@ class StateMachine(RuleBasedStateMachine):
     def prepare(self, seq: Running, end: int) -> bool:
         """Does what the scheduler does before a step of a sequence; returns whether the blocks are there."""
         lease = seq.lease
-        if seq.start == lease.cached_blocks * SIZE and seq.start < seq.prompt_len:
+        if seq.start == lease.cached_blocks * SIZE and seq.start < seq.prefill_len:
             seq.computed = lease.rematch(self.hashes(seq.tokens)[: (len(seq.tokens) - 1) // SIZE]) * SIZE
         if lease.cow_index == seq.start // SIZE and lease.copy_on_write() is None:
             return False
@@ -197,11 +201,11 @@ class StateMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(0, 1))
     def fork(self, data: st.DataObject, token: int) -> None:
         seq = data.draw(st.sampled_from(self.running))
-        if not seq.computed == seq.prompt_len == len(seq.tokens) or seq.launched:
+        if not seq.computed == seq.prefill_len == len(seq.tokens) or seq.launched:
             return
-        lease = require_states(seq.lease.fork(-(-seq.prompt_len // SIZE)))
+        lease = require_states(seq.lease.fork(-(-seq.prefill_len // SIZE)))
         if lease.is_complete:
-            self.running.append(Running(lease, (*seq.tokens, token), seq.prompt_len, seq.prompt_len))
+            self.running.append(Running(lease, (*seq.tokens, token), seq.prefill_len, seq.prefill_len))
         else:
             assert not self.pool.slots.free
             assert not self.pool.slots.snapshots
@@ -221,9 +225,9 @@ class StateMachine(RuleBasedStateMachine):
     def hand_over(self, data: st.DataObject) -> None:
         """A prompt is computed: its state is read by a transfer, and its lease ends."""
         seq = data.draw(st.sampled_from(self.running))
-        if not seq.computed == seq.prompt_len == len(seq.tokens) or seq.launched:
+        if not seq.computed == seq.prefill_len == len(seq.tokens) or seq.launched:
             return
-        pin = seq.lease.pin_for_read(0, -(-seq.prompt_len // SIZE), order_of(seq.tokens))
+        pin = seq.lease.pin_for_read(0, -(-seq.prefill_len // SIZE), order_of(seq.tokens))
         assert len(pin.blocks) == order_of(seq.tokens).num_pages
         self.readers.append(Transfer(pin, seq.lease.slot, seq.tokens))
         self.end(seq, "handed off")
@@ -270,7 +274,9 @@ class StateMachine(RuleBasedStateMachine):
         half = sorted(arrived.pin.pinned)[::2]
         arrived.pin.release(half)
         arrived.pin.release()
-        if arrived.lease is not None:
+        if arrived.order is not None:
+            self.end_pull(arrived, arrived.order.num_pages)
+        elif arrived.lease is not None:
             arrived.lease.publish(self.hashes(arrived.tokens))
             length, leases = len(arrived.tokens), [arrived.lease]
             if samples > 1:
@@ -289,6 +295,55 @@ class StateMachine(RuleBasedStateMachine):
             ended.lease.finish("abort")
             ended.lease = None
 
+    @precondition(lambda self: self.pool.slots.snapshots)
+    @rule(data=st.data(), more=texts)
+    def lend(self, data: st.DataObject, more: Tokens) -> None:
+        """Another pod pulls what this one has of a prefix, from any of its blocks on."""
+        tokens = self.text_of[data.draw(st.sampled_from(sorted(self.pool.slots.snapshots)))]
+        hashes = self.hashes((*tokens, *more))
+        held = self.pool.lendable_blocks(hashes)
+        assert held >= len(tokens) // SIZE
+        assert held == len(hashes) or self.pool.pin_prefix(hashes, 0) is None
+        first = data.draw(st.integers(0, held))
+        pin = self.pool.pin_prefix(hashes[:held], first)
+        assert isinstance(pin, StatePin)
+        assert len(pin.blocks) == self.pool.prefix_pages(held) - first
+        self.readers.append(Transfer(pin, pin.slot, (*tokens, *more)[: held * SIZE]))
+
+    @rule(tokens=texts)
+    def pull(self, tokens: Tokens) -> None:
+        """A prefix that another pod sends with the state at its end."""
+        hashes = self.hashes(tokens)
+        order = PageOrder(len(hashes), state_pages=STATE_PAGES)
+        lease = self.pool.lease(hashes, len(hashes)) if hashes else None
+        if lease is None:
+            return
+        if lease.cached_blocks == len(hashes) or not lease.cover_transfer(order):
+            lease.finish("no slot, or nothing to pull")
+            return
+        first = lease.cached_blocks
+        pin = lease.pin_for_write(first, len(hashes) - first, order)
+        assert len(pin.blocks) == order.num_pages - first
+        self.arriving.append(Transfer(pin, lease.slot, tokens[: len(hashes) * SIZE], lease, order))
+        self.seen[lease.slot] = None
+
+    def end_pull(self, pull: Transfer, num_pages: int) -> None:
+        if pull.lease is not None:
+            assert pull.order is not None
+            hashes = self.hashes(pull.tokens)
+            assert pull.lease.publish_pulled(hashes, pull.order, num_pages) >= min(num_pages, len(hashes))
+            pull.lease.finish("pulled")
+            assert (self.pool.match_prefix(hashes) == len(hashes)) >= (num_pages == pull.order.num_pages)
+
+    @precondition(lambda self: any(pull.order is not None for pull in self.arriving))
+    @rule(data=st.data())
+    def shrink(self, data: st.DataObject) -> None:
+        """A holder sends only the blocks of a prefix, and not the state."""
+        pull = data.draw(st.sampled_from([pull for pull in self.arriving if pull.order is not None]))
+        self.arriving.remove(pull)
+        pull.pin.release()
+        self.end_pull(pull, len(pull.tokens) // SIZE)
+
     @rule()
     def reset(self) -> None:
         self.pool.reset_prefix_cache()
@@ -302,6 +357,9 @@ class StateMachine(RuleBasedStateMachine):
             assert self.seen[slot] == self.text_of[block_hash]
         assert slots._matched <= slots.snapshots.keys()
         self.pool.check_integrity()
+        assert self.pool.num_available() == 0 or slots.has_available
+        before = {h for block_hash in slots.snapshots for h in hashes_of(self.text_of[block_hash])}
+        assert self.announced == set(self.pool.cached_hashes()) == before, "the index gets the blocks before snapshots"
 
     def teardown(self) -> None:
         while self.in_flight:
@@ -318,4 +376,4 @@ class StateMachine(RuleBasedStateMachine):
 
 
 TestStateMachine = StateMachine.TestCase
-TestStateMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestStateMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

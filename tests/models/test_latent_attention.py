@@ -121,6 +121,18 @@ def test_samples_preemption_and_host_memory_give_exact_logprobs(tmp_path: Path) 
     llm.engine.pool.check_integrity()
 
 
+def test_hits_at_every_boundary_are_exact(tmp_path: Path) -> None:
+    reference = save_reference(tmp_path, V2)
+    llm = LLM(tmp_path, num_blocks=80, **TINY_ENGINE)
+    first, params = tiny_prompt(37, seed=2), SamplingParams(temperature=0.0, max_tokens=5, logprobs=0)
+    llm.generate([first], params, ignore_eos=True)
+    for blocks in range(1, 10):
+        prompt = [*first[: 4 * blocks], *tiny_prompt(3, seed=50 + blocks)]
+        (done,) = llm.generate([prompt], params, ignore_eos=True)
+        assert done.cached_tokens == 4 * blocks
+        assert_greedy(reference, prompt, done.tokens)
+
+
 def save_fp8(directory: Path) -> dict[str, torch.Tensor]:
     """Saves a checkpoint in FP8 blocks, as DeepSeek-V3. Returns the dequantised weights."""
     save_reference(directory, V3 | {"moe_intermediate_size": 128})

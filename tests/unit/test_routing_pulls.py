@@ -35,6 +35,13 @@ def test_the_pages_at_the_end_of_each_window_move_too(held: int, pages: int) -> 
     assert found["p"].predicted_s == pytest.approx(0.01 + pages * BLOCK_BYTES / 1e9)
 
 
+def test_the_state_at_the_end_of_a_prefix_moves_too() -> None:
+    holder, lacking = view("h", p=1e9), view("p", rate=10.0)
+    hits = {"h": 1600}
+    found = offer_pulls(hits, hits, [lacking], [holder], BLOCK_BYTES, state_pages=196)
+    assert found["p"].predicted_s == pytest.approx(0.01 + (100 + 196) * BLOCK_BYTES / 1e9)
+
+
 def test_no_pull_is_offered_if_computing_is_faster() -> None:
     holder, lacking = view("h", p=1e9), view("p", rate=100_000.0)
     assert offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES) == {}

@@ -5,8 +5,8 @@
     live state                                      L       the state after the newest computed token
 
 A state is a function of all tokens before it, so a prefix of n blocks is *usable* only if there is a snapshot of the
-state after n blocks. The longest usable prefix is a hit. The prefix index announces the hashes of blocks: it is a hint,
-and the pod's own match decides.
+state after n blocks. The longest usable prefix is a hit. The prefix index gets the blocks before snapshots
+(usable_prefixes.py): it is a hint, and the pod's own match decides.
 
 - A lease has one slot, the *live* state, from its first to its last step. It begins as a copy of the hit's snapshot, or
   of the zero state. A fork gets a copy; without a free slot it has none, and the scheduler computes it again.
@@ -24,102 +24,51 @@ pin of a slot frees it if its lease has finished by then.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from common.errors import InternalError
 from common.kv_groups import PageOrder
+from common.types import PoolCounts
 from engine.kv.blocks import BlockPool
 from engine.kv.eviction import Retention
+from engine.kv.groups.state_slots import NO_SLOT, Snapshot, StateSlots
+from engine.kv.groups.usable_prefixes import UsablePrefixes
 from engine.kv.lease import BlockCopy, Lease
 from engine.kv.ledger import BlockPin, PageHolder, StepFence
+from engine.kv.prefix_cache import PrefixCache
 from engine.kv.tiers.host_tier import SavedPartialBlock
 
-NO_SLOT = -1
+CACHE_OPTIONS = "policy", "max_pinned", "max_pinned_by_tenant"  # Options of a block pool that its prefix cache gets
 
 
-class Snapshot(NamedTuple):
-    """A copy of a sequence's state that a step makes."""
+class StatePrefixCache(PrefixCache):
+    """A prefix cache that knows the blocks with a snapshot at their end."""
 
-    length: int  # The state after this many tokens of the sequence.
-    slot: int  # The slot that the copy goes to.
+    def __init__(self, num_blocks: int, **options: Any) -> None:
+        """`options` are those of PrefixCache."""
+        super().__init__(num_blocks, **options)
+        #: A snapshot counts as the only page of one window group with a tail of one block.
+        self.announced = UsablePrefixes(self.hash_by_block, [1])
 
+    def register(self, block: int, block_hash: bytes, parent: int) -> None:
+        super().register(block, block_hash, parent)
+        self.announced.add(block, parent)
 
-class StateSlots:
-    """Which slots are free, and which have a snapshot. The pool's lock guards it."""
+    def on_snapshot(self, block_hash: bytes, present: bool) -> None:
+        """Records that there is a snapshot of the state after a block, or that there is none any more."""
+        self.announced.set_page(self.block_by_hash[block_hash], 0, present)
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.free = list(range(num_slots - 1, -1, -1))
-        self.snapshots: OrderedDict[bytes, int] = OrderedDict()  # Slots by block hash; the next to evict first
-        self.pins = Counter[int]()  # Pins of each slot that has some
-        self.pinned_only: set[int] = set()  # Slots that only pins keep, because their lease has finished
-        self._matched: set[bytes] = set()  # Snapshots that a prompt has matched
-
-    def allocate(self, keep: bytes | None = None, is_idle: Callable[[int], bool] | None = None) -> int:
-        """Returns a slot, if need be that of another snapshot than `keep`; NO_SLOT if there is none.
-
-        The slot fulfils `is_idle`, if that is given.
-        """
-        for index in range(len(self.free) - 1, -1, -1):
-            if is_idle is None or is_idle(self.free[index]):
-                return self.free.pop(index)
-        for block_hash, slot in self.snapshots.items():
-            if block_hash != keep and (is_idle is None or is_idle(slot)):
-                self._matched.discard(block_hash)
-                return self.snapshots.pop(block_hash)
-        return NO_SLOT
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Takes back slots of a lease; pinned ones become free with their last pin."""
-        for slot in slots:
-            if self.pins[slot]:
-                self.pinned_only.add(slot)
-            else:
-                self.free.append(slot)
-
-    def unpin(self, slot: int) -> None:
-        """Ends one of the pins of a slot."""
-        self.pins[slot] -= 1
-        if not self.pins[slot]:
-            del self.pins[slot]
-            if slot in self.pinned_only:
-                self.pinned_only.remove(slot)
-                self.free.append(slot)
-
-    def num_usable(self, hashes: Sequence[bytes]) -> int:
-        """Returns the largest usable number of first blocks. The blocks of all `hashes` are registered."""
-        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self.snapshots), 0)
-
-    def use(self, block_hash: bytes) -> int:
-        """Returns the slot of a snapshot that a prompt matches."""
-        self.snapshots.move_to_end(block_hash)
-        self._matched.add(block_hash)
-        return self.snapshots[block_hash]
-
-    def register(self, block_hash: bytes, slot: int) -> None:
-        """Makes a slot a snapshot; frees the slot if there is one of this hash."""
-        if block_hash in self.snapshots:
-            self.free.append(slot)
-        else:
-            self.snapshots[block_hash] = slot
-
-    def demote(self, block_hash: bytes) -> None:
-        """Makes a snapshot the first to be evicted, unless a prompt has matched it."""
-        if block_hash in self.snapshots and block_hash not in self._matched:
-            self.snapshots.move_to_end(block_hash, last=False)
-
-    def forget(self, hashes: Sequence[bytes]) -> None:
-        """Evicts the snapshots of evicted blocks."""
-        for block_hash in hashes:
-            if (slot := self.snapshots.pop(block_hash, None)) is not None:
-                self._matched.discard(block_hash)
-                self.free.append(slot)
+    def _unregister(self, block: int) -> bytes:
+        self.announced.remove(block)
+        return super()._unregister(block)
 
 
 class StateBlockPool(BlockPool):
     """A block pool with slots for states. It has no host tier."""
+
+    _cache: StatePrefixCache
 
     def __init__(
         self, num_blocks: int, block_size: int, *, num_states: int, spacing: int, state_pages: int = 1, **options: Any
@@ -133,7 +82,8 @@ class StateBlockPool(BlockPool):
         super().__init__(num_blocks, block_size, **options)
         assert self.host_tier is None
         self.spacing = spacing
-        self.slots = StateSlots(num_states)
+        self._cache = StatePrefixCache(num_blocks, **{key: options[key] for key in CACHE_OPTIONS if key in options})
+        self.slots = StateSlots(num_states, self._cache.on_snapshot)
         self.zero_slot = num_states
         #: Copies of states that the next step makes before it computes, in order.
         self._copies: list[BlockCopy] = []
@@ -141,13 +91,9 @@ class StateBlockPool(BlockPool):
         self._step = 0  # Number of the step that is being planned
         self._step_of: dict[StepFence, int] = {}  # Numbers of launched steps
         self._last_use = [-1] * (num_states + 1)  # Number of the newest step that uses each slot
-        notify = self._on_evicted
-
-        def on_evicted(hashes: list[bytes]) -> None:
-            self.slots.forget(hashes)
-            notify(hashes)
-
-        self._on_evicted = on_evicted
+        # The callbacks of the base class get all blocks; the prefix index gets those before snapshots.
+        self._on_announced, self._on_withdrawn = self._on_stored, self._on_evicted
+        self._on_stored, self._on_evicted = (lambda hashes: None), self._forget_snapshots
 
     def lease(
         self,
@@ -167,7 +113,7 @@ class StateBlockPool(BlockPool):
             cached, need = known[:count], total_blocks - count
             if not self._can_allocate(keep_free + need + self._cache.count_evictable(cached)):
                 return None
-            slot = self.slots.allocate(keep=hashes[count - 1] if count else None)
+            slot = self._take_slot(keep=hashes[count - 1] if count else None)
             if slot == NO_SLOT:
                 return None
             self._acquire(cached, self._holds)
@@ -181,13 +127,65 @@ class StateBlockPool(BlockPool):
         with self.lock:
             return self.slots.num_usable(hashes[: len(self._cache.match(hashes))])
 
+    def prefix_pages(self, num_blocks: int) -> int:
+        return num_blocks + self._state_pages
+
     def lendable_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Returns 0: prefixes with a state are not lent to other pods."""
-        return 0
+        return self.match_prefix(hashes)
 
     def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
-        """Returns None, as `lendable_blocks`."""
-        return None
+        """Pins for a reader the blocks of the prefix from block `first` on and its snapshot, or none of them."""
+        with self.lock:
+            known = self._cache.match(hashes)
+            if not 0 <= first <= len(known) or not known or self.slots.num_usable(hashes[: len(known)]) < len(hashes):
+                return None
+            return StatePin(self, known[first:], self.slots.use(hashes[-1]), is_writer=False)
+
+    def num_available(self) -> int:
+        """Returns the number of blocks that a lease could get: none if no slot is left for its state."""
+        with self.lock:
+            has_slot = self.slots.has_available
+        return super().num_available() if has_slot else 0
+
+    def shortage(self) -> str:
+        with self.lock:
+            has_slot = self.slots.has_available
+        return super().shortage() if has_slot else "all slots for recurrent states are in use (see num_states)"
+
+    def state_counts(self) -> PoolCounts:
+        """Returns the slots by state: `cached` have a snapshot, and only a writer's pin keeps `quarantined` ones."""
+        slots = self.slots
+        with self.lock:
+            writers = {
+                pin.slot for pin in self._pins if isinstance(pin, StatePin) and pin.is_writer and pin.holds_state
+            }
+            free, cached, quarantined = len(slots.free), len(slots.snapshots), len(writers & slots.pinned_only)
+        leased = slots.num_slots - free - cached - quarantined
+        return PoolCounts(free=free, cached=cached, leased=leased, quarantined=quarantined)
+
+    def cached_hashes(self) -> list[bytes]:
+        """Returns the hashes that the prefix index has to know, parents before children."""
+        announced = self._cache.announced.is_announced
+        with self.lock:
+            return [key for key, block in self._cache.block_by_hash.items() if announced(block)]
+
+    def announce(self) -> None:
+        """Reports what the prefix index has to know since the last call; the lock is held."""
+        gained, lost = self._cache.announced.take_changes()
+        if lost:
+            self._on_withdrawn(lost)
+        if gained:
+            self._on_announced(gained)
+
+    def _forget_snapshots(self, evicted: list[bytes]) -> None:
+        self.slots.forget(evicted)
+        self.announce()
+
+    def _take_slot(self, keep: bytes | None = None, *, idle: bool = False) -> int:
+        """Returns a slot, see StateSlots.allocate; with `idle` one that no step uses. The lock is held."""
+        slot = self.slots.allocate(keep, self.is_idle if idle else None)
+        self.announce()  # its snapshot may be gone
+        return slot
 
     def take_copies(self, leases: Sequence[StateLease]) -> tuple[BlockCopy, ...]:
         """Returns, once, the copies of states that the step being planned has to make first, in this order.
@@ -266,20 +264,23 @@ class StateLease(Lease):
         self._pool._copies.append(BlockCopy(source, self.slot))
         self._missed = known if known > count else 0
 
-    def plan_snapshots(self, start: int, end: int, prompt_len: int) -> tuple[Snapshot, ...]:
-        """Returns the snapshots of a step that computes the tokens start..end, ascending; fewer if slots are short."""
+    def plan_snapshots(self, start: int, end: int, prefill_len: int) -> tuple[Snapshot, ...]:
+        """Returns the snapshots of a step that computes the tokens start..end, ascending; fewer if slots are short.
+
+        `prefill_len`: tokens that are computed before the sequence decodes.
+        """
         pool, size = self._pool, self._pool.block_size
         first, last = start // size + 1, end // size
         if first > last or not pool._keeps_prefixes:
             return ()
-        boundaries = {(prompt_len - 1) // size, self._missed}
+        boundaries = {(prefill_len - 1) // size, self._missed}
         boundaries |= set(range(-(-first // pool.spacing) * pool.spacing, last + 1, pool.spacing))
-        tail = last if end >= prompt_len else 0
+        tail = last if end >= prefill_len else 0
         kept = {blocks for blocks in boundaries if first <= blocks <= last}
         snapshots: list[Snapshot] = []
         with pool.lock:
             for blocks in sorted(kept | {tail} - {0}):
-                slot = pool.slots.allocate()
+                slot = pool._take_slot()
                 if slot != NO_SLOT:
                     pool._last_use[slot] = pool._step
                     self._planned.append((blocks, slot, blocks == tail and blocks not in kept))
@@ -297,6 +298,17 @@ class StateLease(Lease):
                 if self._tail is not None:
                     slots.demote(self._tail)
                 self._tail = block_hash if is_tail else None
+            self._pool.announce()
+
+    def publish_pulled(self, hashes: Sequence[bytes], order: PageOrder, num_pages: int) -> int:
+        """Also makes a state that has arrived a snapshot. The lease may only be finished after that."""
+        count, pool = super().publish_pulled(hashes, order, num_pages), self._pool
+        with pool.lock:
+            if count == order.num_blocks and num_pages == order.num_pages and not pool.slots.pins[self.slot]:
+                pool.slots.register(hashes[-1], self.slot)
+                self.slot = NO_SLOT
+                pool.announce()
+        return count
 
     def rematch(self, hashes: Sequence[bytes]) -> int:
         pool = self._pool
@@ -316,7 +328,7 @@ class StateLease(Lease):
     def fork(self, shared: int, *, spare: int = 0) -> Lease:
         other = require_states(super().fork(shared, spare=spare))
         with self._pool.lock:
-            other.slot = self._pool.slots.allocate()
+            other.slot = self._pool._take_slot()
             if other.is_complete:
                 self._pool._copies.append(BlockCopy(self.slot, other.slot))
         return other
@@ -332,7 +344,7 @@ class StateLease(Lease):
             self._require_live()
             pool.drop_copies_to(self.slot)
             if not pool.is_idle(self.slot):
-                slot = pool.slots.allocate(is_idle=pool.is_idle)
+                slot = pool._take_slot(idle=True)
                 if slot == NO_SLOT:
                     return False
                 pool.slots.release([self.slot])

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kv.groups.state_blocks import Snapshot
+from engine.kv.groups.state_slots import Snapshot
 
 ALIGNMENT = 256  # Bytes; of each segment of a slot.
 EXTRA_SLOTS = 2  # The zero slot and the dummy slot.

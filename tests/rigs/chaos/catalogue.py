@@ -7,6 +7,7 @@ their first SECRET_TOKENS tokens. A text that begins like the answer to its own 
 
 from __future__ import annotations
 
+import enum
 import json
 import random
 from collections.abc import Sequence
@@ -40,15 +41,24 @@ class Case:
         return all(right == text if whole else right.startswith(text) for text, right in pairs)
 
 
-def write_model(directory: Path, *, window: bool = False) -> None:
-    """Writes config.json and a tokenizer in which every token is a word. For load_format dummy: no weights.
+class ModelKind(enum.StrEnum):
+    """What the layers of the model keep of a sequence."""
 
-    With `window` the second of the two layers has a window, so the model has KV groups.
-    """
+    PLAIN = "plain"  #: Keys and values of all tokens.
+    WINDOWS = "windows"  #: The second of two layers has a window, so the model has KV groups.
+    STATES = "states"  #: The first of two layers has a recurrent state.
+
+
+def write_model(directory: Path, kind: ModelKind = ModelKind.PLAIN) -> None:
+    """Writes config.json and a tokenizer in which every token is a word. For load_format dummy: no weights."""
     config = llama(VOCAB, 64, 128, layers=2, heads=4, kv_heads=2, context=MAX_LEN, torch_dtype="float32")
-    if window:
+    if kind is ModelKind.WINDOWS:
         config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
         config |= {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+    elif kind is ModelKind.STATES:
+        config |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 16}
+        config |= {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+        config |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
     (directory / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(models.BPE(vocab={f"Ġ{_word(i)}": i for i in range(VOCAB)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -128,6 +128,8 @@ async def _of_pod(stack: ChaosStack, name: str) -> list[str]:
     blocks, load, found = info.blocks, info.load, []
     if blocks.leased or blocks.quarantined or blocks.free + blocks.cached != info.num_blocks:
         found.append(f"{name} holds blocks: {_short(blocks)} of {info.num_blocks}")
+    if info.states.leased or info.states.quarantined:
+        found.append(f"{name} holds recurrent states: {_short(info.states)}")
     if load.running or load.waiting or load.reserved or load.queued_tokens:
         found.append(f"{name} holds requests: {_short(load)}")
     if not info.ready:

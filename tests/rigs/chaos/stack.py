@@ -34,7 +34,7 @@ from common.rpc import open_channel
 from common.settings.up import UpConfig
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from tests.rigs.chaos.catalogue import BLOCK, CHUNK, MAX_LEN, MODEL, write_model
+from tests.rigs.chaos.catalogue import BLOCK, CHUNK, MAX_LEN, MODEL, ModelKind, write_model
 from tests.rigs.chaos.client import Gateway
 from tests.rigs.chaos.fork_server import ForkedProcess, ForkServer
 from tests.rigs.chaos.schedule import FaultKind, ScheduledFault
@@ -56,12 +56,12 @@ _GATEWAY_CODE = ("cli.app", "cli.commands.services", "cli.demo.model", "gateway.
 class ChaosStack:
     """The processes, their proxies and their faults. `running` makes it."""
 
-    def __init__(self, directory: Path, *, kv_groups: bool) -> None:
+    def __init__(self, directory: Path, kind: ModelKind) -> None:
         """Plans the stack; `directory` gets the model, the keys and the logs."""
         self.directory, self.model_dir = directory, directory / "model"
         self.model_dir.mkdir(parents=True)
-        write_model(self.model_dir, window=kv_groups)
-        self._kv_groups = kv_groups
+        write_model(self.model_dir, kind)
+        self._kind = kind
         self.keys: dict[str, str] = {}  #: API key of each tenant.
         file = KeyFile(directory / "keys.toml")
         for tenant in TENANTS:
@@ -78,9 +78,9 @@ class ChaosStack:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def running(cls, directory: Path, *, kv_groups: bool = False) -> AsyncIterator[ChaosStack]:
-        """Yields a stack that is ready, and stops it at the end. With `kv_groups` its model has windows."""
-        stack = cls(directory, kv_groups=kv_groups)
+    async def running(cls, directory: Path, kind: ModelKind = ModelKind.PLAIN) -> AsyncIterator[ChaosStack]:
+        """Yields a stack that is ready, with a model of this kind, and stops it at the end."""
+        stack = cls(directory, kind)
         try:
             await stack._start()
             yield stack
@@ -109,7 +109,8 @@ class ChaosStack:
             chunk_tokens=CHUNK,
             max_model_len=MAX_LEN,
             kv_memory=2 << 20,
-            kv_groups=self._kv_groups,
+            kv_groups=self._kind is not ModelKind.PLAIN,
+            snapshot_blocks=2,
             max_seqs=16,
             api_keys=(str(self.directory / "keys.toml"),),
             log_level="info",
