@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.support import report
 from benchmarks.support.shapes import config_directory
 from common.types import SamplingParams
-from engine.kv.tiers.disk_tier import DiskTier, saves_time
+from engine.kv.tiers.file_tier import FileTier, saves_time
 from engine.llm import LLM
 
 METRICS = """
@@ -83,7 +83,7 @@ def answers(llm: LLM, prompts: Sequence[list[int]]) -> tuple[list[list[int]], in
     return [list(one.ids) for one in done], sum(one.cached_tokens > 0 for one in done)
 
 
-def tier_of(llm: LLM) -> DiskTier:
+def tier_of(llm: LLM) -> FileTier:
     """Returns the disk tier once it has nothing to do."""
     tier = llm.engine.pool.disk_tier
     assert tier is not None

@@ -86,7 +86,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
             return self._admission.decide(valid, cost, remote_only=request.remote_only)
 
-        load = self._admission.load_from_disk(valid, cost)
+        load = self._admission.load_from_files(valid, cost)
         await retry_while(lambda: load.done, lambda done: not done)
         result = await retry_while(decide, lambda found: isinstance(found, Rejected) and found.temporary)
         if isinstance(result, Rejected):

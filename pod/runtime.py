@@ -144,8 +144,9 @@ class PodRuntime:
         )
         self.hot_prefixes = HotPrefixes()
         self.rates = PodRates(engine.scheduler.config.chunk_tokens)
-        if engine.pool.disk_tier is not None:
-            engine.pool.disk_tier.compute_s = self.rates.prefill_estimate_s
+        for tier in (engine.pool.disk_tier, engine.pool.shared_tier):
+            if tier is not None:
+                tier.compute_s = self.rates.prefill_estimate_s
         self._aio = asyncio.get_running_loop()
         self.watch = PodWatch(
             *(config.stuck_step_s, engine, self.engine_loop, self.transfer_node, self.rates),
@@ -449,7 +450,7 @@ class PodRuntime:
 
     def load(self) -> PodLoad:
         """Returns the load and the rates that routing weighs."""
-        stats = self.engine.scheduler.stats()
+        pool, stats = self.engine.pool, self.engine.scheduler.stats()
         prefill_rate, prefill_overhead_s = self.rates.prefill_fit()
         step_s, step_slope_s = self.rates.decode_fit()
         transfer_rate, hand_off_s = self.rates.transfer_fit()
@@ -458,7 +459,7 @@ class PodRuntime:
             running=stats.running,
             waiting=stats.waiting,
             reserved=max(0, self.requests.num_sequences - stats.running - stats.waiting),
-            free_blocks=self.engine.pool.blocks_that_fit(self.engine.pool.num_available()),
+            free_blocks=pool.blocks_that_fit(pool.num_available()),
             draining=self.lifecycle.draining,
             prefill_rate=prefill_rate,
             prefill_overhead_s=prefill_overhead_s,
@@ -467,7 +468,9 @@ class PodRuntime:
             transfer_rate=transfer_rate,
             hand_off_s=hand_off_s,
             pull_s=self.rates.pull_s(),
-            disk_rate=self.engine.pool.disk_tokens_per_s(),
+            disk_rate=pool.tokens_per_s_of(pool.disk_tier),
+            shared_cache=pool.shared_tier is not None and pool.shared_tier.working,
+            shared_rate=pool.tokens_per_s_of(pool.shared_tier),
         )
 
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:

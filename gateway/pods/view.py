@@ -26,7 +26,7 @@ DEFAULT_ADAPTER_LOAD_S = 0.5  #: A pod reads a LoRA adapter from its files.
 ADAPTER_COPY_S = 0.01
 
 HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.
-DISK_SPEEDUP = 2.0  #: The same for the disk of a pod that has not measured it.
+DISK_SPEEDUP = 2.0  #: The same for the disk and the shared tier of a pod that has not measured them.
 DISPATCH_DELAY_S = 0.02  #: A booking made this shortly before a report may have reached the pod after it.
 
 
@@ -168,6 +168,17 @@ class PodView:
     def disk_s_per_token(self) -> float:
         """Time to read the KV of one prompt token from the pod's disk tier."""
         rate = 0.0 if self.load is None else self.load.disk_rate
+        return 1 / rate if rate > 0 else self.prefill_s_per_token / DISK_SPEEDUP
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether the pod reads and writes the shared tier."""
+        return self.load is not None and self.load.shared_cache
+
+    @property
+    def shared_s_per_token(self) -> float:
+        """Time to read the KV of one prompt token from the shared tier."""
+        rate = 0.0 if self.load is None else self.load.shared_rate
         return 1 / rate if rate > 0 else self.prefill_s_per_token / DISK_SPEEDUP
 
     def adapter_s(self, digest: str) -> float:
