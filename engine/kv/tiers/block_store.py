@@ -1,4 +1,4 @@
-"""What a file tier asks of the store that keeps its blocks: segment_store.py for a disk, shared_store.py for all pods."""
+"""What a file tier asks of the store of its blocks: segment_store.py for a disk, shared_store.py for all pods."""
 
 from __future__ import annotations
 
