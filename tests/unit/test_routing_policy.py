@@ -133,6 +133,12 @@ def test_a_read_from_the_shared_tier_counts_at_its_measured_rate_beyond_what_the
     assert fast.cost_s < option(shared_cache=True).cost_s < computed.cost_s
 
 
+def test_an_unmeasured_pod_reads_the_shared_tier_as_fast_as_its_peers() -> None:
+    measured, new = view("a", shared_cache=True, shared_rate=5_000.0), view("b", shared_cache=True)
+    fill_in_from_peers([measured, new])
+    assert new.shared_s_per_token == measured.shared_s_per_token == 1 / 5_000.0
+
+
 def test_a_busy_holder_loses_its_prompts_to_a_pod_that_reads_them() -> None:
     def chosen(queued: int, **load: Any) -> str:
         request = RoutingRequest(prompt_len=2_001, max_tokens=8, device_hits={"holder": 2_000}, shared_tokens=2_000)
