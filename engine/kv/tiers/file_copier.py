@@ -80,7 +80,7 @@ class FileCopier:
         try:
             restored = self._store.scan(lambda: self._tier.stopping)
         except OSError as error:
-            unreachable, pause_s = self._pause(error, self._tier.writes, "cannot be used")
+            unreachable, pause_s = self._pause(error, self._tier.writes, "%s cannot be used for %g s: %s")
             self._tier.finish_writes([], 0, pause_s=pause_s, unreachable=unreachable)
         if self._tier.stopping:
             return
@@ -99,7 +99,7 @@ class FileCopier:
             ]
             written = self._store.append(blocks, self._tier.write_epoch)
         except OSError as error:
-            unreachable, pause_s = self._pause(error, self._tier.writes, "takes no KV blocks")
+            unreachable, pause_s = self._pause(error, self._tier.writes, "%s takes no KV blocks for %g s: %s")
         finally:
             self._tier.finish_writes(writes, written, pause_s=pause_s, unreachable=unreachable)
 
@@ -114,18 +114,18 @@ class FileCopier:
                 intact = self._store.read(load.keys, [memoryview(self._rows[block]) for block in load.host_blocks])
                 self._host.record_checksums(load.host_blocks[:intact])
         except OSError as error:
-            _, pause_s = self._pause(error, self._tier.reads, "gives no KV blocks")
+            _, pause_s = self._pause(error, self._tier.reads, "%s gives no KV blocks for %g s: %s")
         finally:
             self._tier.finish_load(load, intact, time.monotonic() - began, pause_s=pause_s)
 
-    def _pause(self, error: OSError, pause: Pause, what: str) -> tuple[bool, float]:
-        """Returns whether the store did not answer in time, and the seconds to leave it alone. Logs a long pause."""
+    def _pause(self, error: OSError, pause: Pause, text: str) -> tuple[bool, float]:
+        """Returns whether the store did not answer in time, and the seconds to leave it alone. `text` logs a long pause."""
         unreachable = isinstance(error, TimeoutError)
         if unreachable and not pause.failing:
             return True, RETRY_S
         if unreachable and (self._tier.reads.active or self._tier.writes.active):  # the other thread has told it
             return True, PAUSE_S
-        log.warning("%s %s for %g s: %s", self._store.directory, what, PAUSE_S, describe(error))
+        log.warning(text, self._store.directory, PAUSE_S, describe(error))
         return unreachable, PAUSE_S
 
 
