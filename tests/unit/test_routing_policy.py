@@ -119,7 +119,8 @@ def test_the_disk_counts_at_its_measured_rate_and_a_slow_one_not_at_all() -> Non
 def test_a_read_from_the_shared_tier_counts_at_its_measured_rate_beyond_what_the_pod_has() -> None:
     def option(held: int = 0, **load: Any) -> PodOption:
         request = RoutingRequest(prompt_len=2_001, max_tokens=8, device_hits={"p": held}, shared_tokens=2_000)
-        return CostPolicy(random.Random(0)).rank_prefill_pods(request, [view("p", prefill_rate=1_000.0, **load)], NOW)[0]
+        pods = [view("p", prefill_rate=1_000.0, **load)]
+        return CostPolicy(random.Random(0)).rank_prefill_pods(request, pods, NOW)[0]
 
     one = 0.001 * (1 + QUEUE_EXTERNALITY)
     computed = option()
@@ -142,10 +143,12 @@ def test_an_unmeasured_pod_reads_the_shared_tier_as_fast_as_its_peers() -> None:
 def test_a_busy_holder_loses_its_prompts_to_a_pod_that_reads_them() -> None:
     def chosen(queued: int, **load: Any) -> str:
         request = RoutingRequest(prompt_len=2_001, max_tokens=8, device_hits={"holder": 2_000}, shared_tokens=2_000)
-        pods = [view(name, prefill_rate=1_000.0, queued_tokens=queued if name == "holder" else 0, **load) for name in names]
+        pods = [view(name, prefill_rate=1_000.0, queued_tokens=tokens, **load) for name, tokens in queues(queued)]
         return CostPolicy(random.Random(0)).rank_prefill_pods(request, pods, NOW)[0].view.name
 
-    names = ["holder", "other"]
+    def queues(queued: int) -> list[tuple[str, int]]:
+        return [("holder", queued), ("other", 0)]
+
     assert chosen(1_000) == "holder"
     assert chosen(1_000, shared_cache=True, shared_rate=10_000.0) == "other"
     assert chosen(0, shared_cache=True, shared_rate=10_000.0) == "holder"

@@ -119,7 +119,10 @@ class FileCopier:
             self._tier.finish_load(load, intact, time.monotonic() - began, pause_s=pause_s)
 
     def _pause(self, error: OSError, pause: Pause, text: str) -> tuple[bool, float]:
-        """Returns whether the store did not answer in time, and the seconds to leave it alone. `text` logs a long pause."""
+        """Returns whether the store gave no answer in time, and the seconds to leave it alone.
+
+        `text` logs a long pause.
+        """
         unreachable = isinstance(error, TimeoutError)
         if unreachable and not pause.failing:
             return True, RETRY_S
