@@ -169,6 +169,7 @@ def test_a_directory_that_cannot_be_used_costs_the_shared_tier_only(
     file = tmp_path / "file"
     file.touch()
     llm = make(file)
+    assert "make host_cache the larger one" in caplog.text
     assert answers(llm) == expected
     until = time.monotonic() + WAIT_S
     while tier_of(llm).working:

@@ -172,6 +172,9 @@ def start_shared_tier(
     codec = codec_of(layout)
     _check_host(pool, layout.block_bytes, "shared_cache")
     check_size(max_bytes, layout, SharedStore.min_bytes, "shared_cache_size")
+    if (host_blocks := host.tier.num_host_blocks) < pool.num_blocks:
+        text = "host_cache has room for %d KV blocks, the pool for %d; with shared_cache make host_cache the larger one"
+        log.warning(text, host_blocks, pool.num_blocks)
     store = SharedStore(directory, layout.fingerprint, layout.block_bytes, max_bytes, codec=codec)
     tier = pool.attach_shared_tier(store)
     host.tier.save_all()
