@@ -1,4 +1,4 @@
-"""Restarts an engine with a disk tier, damages its files, and compares reading with computing. It needs no GPU.
+"""Restarts an engine with a disk tier, reads another engine's shared tier, damages their files. It needs no GPU.
 
 python benchmarks/disk_tier.py --out benchmarks/results/disk_tier.json
 """
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.support import report
 from benchmarks.support.shapes import config_directory
 from common.types import SamplingParams
-from engine.kv.tiers.disk_tier import DiskTier, saves_time
+from engine.kv.tiers.file_tier import FileTier, saves_time
 from engine.llm import LLM
 
 METRICS = """
@@ -34,6 +34,10 @@ Metrics, of a tiny model with random weights in float32 on this machine:
 - damage_found: blocks and ends of files that the engine has found damaged.
 - answers_read: answers of the restarted engine that took blocks from the disk.
 - read_mb_s: rate at which the restarted engine read them.
+- shared_restored_share: blocks that an engine read from the shared tier, over those that another engine computed.
+- shared_read_mb_s: the rate of these reads; the search for the files and their opening count. Blocks of this model have
+  8 KiB, so the rate is that of small files.
+- shared_wrong_tokens: as wrong_tokens, for one engine with whole files and four with damaged ones (a third of them).
 
 Metrics of the decision for 2,048 tokens of an 8B model on an H200 (128 KiB per token in bf16, 64 KiB in e4m3), by the
 prefill times of docs/tuning.md: h200_least_gb_s_bf16 and _e4m3, the slowest disk from which they are read.
@@ -61,9 +65,11 @@ H200_BYTES = {"bf16": 128 << 10, "e4m3": 64 << 10}  # Per token
 DISKS_GB_S = (1.0, 3.0, 7.0, 14.0)
 
 
-def make(model: Path, disk: Path | None) -> LLM:
+def make(model: Path, disk: Path | None, shared: Path | None = None) -> LLM:
     """Makes an engine whose pool holds two of the prompts."""
-    cached = {} if disk is None else {"host_cache": 256 * BLOCK_BYTES, "disk_cache": str(disk)}
+    cached: dict[str, Any] = {} if disk is None else {"disk_cache": str(disk)}
+    cached |= {} if shared is None else {"shared_cache": str(shared)}
+    cached |= {"host_cache": 256 * BLOCK_BYTES} if cached else {}
     return LLM(
         model,
         load_format="dummy",
@@ -73,6 +79,7 @@ def make(model: Path, disk: Path | None) -> LLM:
         block_size=BLOCK,
         num_blocks=2 * (PROMPT_TOKENS // BLOCK + 2),
         disk_cache_size=1 << 28,
+        shared_cache_size=1 << 28,
         **cached,
     )
 
@@ -83,7 +90,7 @@ def answers(llm: LLM, prompts: Sequence[list[int]]) -> tuple[list[list[int]], in
     return [list(one.ids) for one in done], sum(one.cached_tokens > 0 for one in done)
 
 
-def tier_of(llm: LLM) -> DiskTier:
+def tier_of(llm: LLM) -> FileTier:
     """Returns the disk tier once it has nothing to do."""
     tier = llm.engine.pool.disk_tier
     assert tier is not None
@@ -163,6 +170,43 @@ def restart(model: Path, directory: Path, table: report.MetricTable) -> None:
     table.add("read_mb_s", rate / 1e6)
 
 
+def share(model: Path, directory: Path, table: report.MetricTable) -> None:
+    """Fills a shared tier by one engine, and reads it by others, whole and with damaged files."""
+    rng = random.Random(29)
+    prompts = [[rng.randrange(1, 500) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    plain, writer = make(model, None), make(model, None, directory / "shared")
+    expected, _ = answers(plain, prompts)
+    plain.engine.close()
+    answers(writer, prompts)
+    shared_tier_of(writer)
+    writer.engine.close()
+    for number in range(4):
+        shutil.copytree(directory / "shared", directory / f"shared-{number}")
+
+    reader = make(model, None, directory / "shared")
+    got, _ = answers(reader, prompts)
+    tier, wrong = shared_tier_of(reader), count_wrong(got, expected)
+    loaded, blocks = tier.stats().loaded, PROMPTS * ((PROMPT_TOKENS - 1) // BLOCK)
+    table.add("shared_restored_share", loaded / blocks, f"{loaded} of {blocks} blocks")
+    table.add("shared_read_mb_s", tier.read_rate / 1e6)
+    reader.engine.close()
+    for number in range(4):
+        for path in sorted((directory / f"shared-{number}").glob("*/*/*.kv"))[::3]:
+            damage(path, rng)
+        llm = make(model, None, directory / f"shared-{number}")
+        wrong += count_wrong(answers(llm, prompts)[0], expected)
+        llm.engine.close()
+    table.add("shared_wrong_tokens", wrong)
+
+
+def shared_tier_of(llm: LLM) -> FileTier:
+    """Returns the shared tier once it has nothing to do."""
+    tier = llm.engine.pool.shared_tier
+    assert tier is not None
+    assert tier.wait_idle(WAIT_S)
+    return tier
+
+
 def tier_of_closed(llm: LLM) -> int:
     """Returns the blocks that the index of an ended engine had."""
     tier = llm.engine.pool.disk_tier
@@ -205,6 +249,7 @@ def main() -> None:
     table = report.MetricTable()
     with tempfile.TemporaryDirectory() as name, config_directory(SHAPE) as model:
         restart(model, Path(name), table)
+        share(model, Path(name), table)
     decide(table)
     report.write(args.out, "disk_tier", table.metrics, "torch", rows=table.rows)
 

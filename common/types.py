@@ -227,6 +227,8 @@ class PodLoad:
     hand_off_s: float = 0.0  # Fixed time at the end of a hand-off, after the last byte.
     pull_s: float = 0.0  # Fixed time of a pull, without the bytes.
     disk_rate: float = 0.0  # Prompt tokens per second whose KV the pod reads from its disk tier.
+    shared_cache: bool = False  # The pod reads and writes the shared tier.
+    shared_rate: float = 0.0  # Prompt tokens per second whose KV the pod reads from the shared tier.
 
     @property
     def has_decode_times(self) -> bool:

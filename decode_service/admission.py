@@ -19,7 +19,7 @@ from common.kv_groups import PageOrder
 from common.types import RemotePrefillCost, Role, ValidRequest
 from engine.kv.eviction import Retention
 from engine.kv.lease import Lease
-from engine.kv.tiers.disk_tier import NO_LOAD, DiskLoad
+from engine.kv.tiers.file_load import NO_LOAD, FileLoad
 from engine.schedule.outputs import SchedulerStats
 from pod.runtime import PodRuntime
 
@@ -157,20 +157,21 @@ class Admission:
         max_seqs = pod.engine.scheduler.config.max_seqs
         self._max_sequences = max_seqs + max(1, max_seqs // 2)
 
-    def load_from_disk(
+    def load_from_files(
         self, request: ValidRequest, hash_prompt: HashPrompt, remote_cost: RemotePrefillCost | None
-    ) -> DiskLoad:
-        """Starts to read what the disk tier has of the prompt, if that is faster than a prefill pod computes it.
+    ) -> FileLoad:
+        """Starts to read what the file tiers have of the prompt, if that is faster than a prefill pod computes it.
 
         An aggregated pod's scheduler does this itself. `hash_prompt` as in `decide`.
         """
         pod = self._pod
         pool = pod.engine.pool
         scored = request.sampling.prompt_logprobs is not None
-        if pool.disk_tier is None or scored or pod.role.current is Role.BOTH:
+        without = pool.disk_tier is None and pool.shared_tier is None
+        if without or scored or pod.role.current is Role.BOTH:
             return NO_LOAD
         rate = 0.0 if remote_cost is None else remote_cost.tokens_per_s
-        return pool.load_from_disk(hash_prompt(), (lambda tokens: tokens / rate) if rate > 0 else None)
+        return pool.load_from_files(hash_prompt(), (lambda tokens: tokens / rate) if rate > 0 else None)
 
     def decide(
         self,

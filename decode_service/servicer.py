@@ -88,7 +88,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             return self._admission.decide(valid, hash_prompt, cost, remote_only=request.remote_only)
 
         hash_prompt = functools.cache(lambda: pod.prompt_hashes(valid))  # the decision may be tried again
-        load = self._admission.load_from_disk(valid, hash_prompt, cost)
+        load = self._admission.load_from_files(valid, hash_prompt, cost)
         await retry_while(lambda: load.done, lambda done: not done)
         result = await retry_while(decide, lambda found: isinstance(found, Rejected) and found.temporary)
         if isinstance(result, Rejected):

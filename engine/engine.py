@@ -45,7 +45,7 @@ from engine.kv.groups.state_pool import EXTRA_SLOTS
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.kv.ledger import CacheCallbacks
 from engine.kv.tiers.cold_codec import check_codec
-from engine.kv.tiers.disk_copier import start_disk_tier
+from engine.kv.tiers.file_copier import start_disk_tier, start_shared_tier
 from engine.kv.tiers.host_copier import HostCopier, HostKVPool
 from engine.models.base import Model
 from engine.models.loader import open_model
@@ -187,7 +187,11 @@ class Engine:
             if config.disk_cache is not None:
                 size = config.disk_cache_size
                 disk = start_disk_tier(Path(config.disk_cache), size, self.layout, self.pool, copier, callbacks)
-                stops = [copier.stop] if disk is None else [disk.stop, copier.stop]
+                stops = [*([] if disk is None else [disk.stop]), *stops]
+            if config.shared_cache is not None:
+                size = config.shared_cache_size
+                shared = start_shared_tier(Path(config.shared_cache), size, self.layout, self.pool, copier)
+                stops = [shared.stop, *stops]
             self._stop_copier = weakref.finalize(self, lambda: [stop() for stop in stops])
 
     def _allocate(self, limits: SchedulerConfig, draft: DraftSource | None, callbacks: CacheCallbacks) -> None:
@@ -238,7 +242,7 @@ class Engine:
             self._compile_kernels()
 
     def close(self) -> None:
-        """Ends the host tier, the disk tier and the other ranks. No step may be in flight. Idempotent."""
+        """Ends the host tier, the file tiers and the other ranks. No step may be in flight. Idempotent."""
         self._stop_copier()
         self._close_ranks()
 

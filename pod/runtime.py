@@ -145,8 +145,9 @@ class PodRuntime:
         )
         self.hot_prefixes = HotPrefixes()
         self.rates = PodRates(engine.scheduler.config.chunk_tokens)
-        if engine.pool.disk_tier is not None:
-            engine.pool.disk_tier.compute_s = self.rates.prefill_estimate_s
+        for tier in (engine.pool.disk_tier, engine.pool.shared_tier):
+            if tier is not None:
+                tier.compute_s = self.rates.prefill_estimate_s
         self._aio = asyncio.get_running_loop()
         self.watch = PodWatch(
             *(config.stuck_step_s, engine, self.engine_loop, self.transfer_node, self.rates),

@@ -531,6 +531,8 @@ class Load(_message.Message):
     HAND_OFF_S_FIELD_NUMBER: _builtins.int
     PULL_S_FIELD_NUMBER: _builtins.int
     DISK_RATE_FIELD_NUMBER: _builtins.int
+    SHARED_CACHE_FIELD_NUMBER: _builtins.int
+    SHARED_RATE_FIELD_NUMBER: _builtins.int
     queued_tokens: _builtins.int
     """Prompt tokens that are not computed yet."""
     running: _builtins.int
@@ -557,6 +559,10 @@ class Load(_message.Message):
     """Fixed seconds of a pull, without moving bytes."""
     disk_rate: _builtins.float
     """Prompt tokens per second whose KV the pod reads from its disk tier."""
+    shared_cache: _builtins.bool
+    """The pod reads and writes the shared tier, the files of all pods."""
+    shared_rate: _builtins.float
+    """Prompt tokens per second whose KV the pod reads from the shared tier."""
     def __init__(
         self,
         *,
@@ -573,10 +579,12 @@ class Load(_message.Message):
         hand_off_s: _builtins.float = ...,
         pull_s: _builtins.float = ...,
         disk_rate: _builtins.float = ...,
+        shared_cache: _builtins.bool = ...,
+        shared_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_rate", b"disk_rate", "free_blocks", b"free_blocks", "hand_off_s", b"hand_off_s", "prefill_overhead_s", b"prefill_overhead_s", "prefill_rate", b"prefill_rate", "pull_s", b"pull_s", "queued_tokens", b"queued_tokens", "reserved", b"reserved", "running", b"running", "step_s", b"step_s", "step_slope_s", b"step_slope_s", "transfer_rate", b"transfer_rate", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_rate", b"disk_rate", "free_blocks", b"free_blocks", "hand_off_s", b"hand_off_s", "prefill_overhead_s", b"prefill_overhead_s", "prefill_rate", b"prefill_rate", "pull_s", b"pull_s", "queued_tokens", b"queued_tokens", "reserved", b"reserved", "running", b"running", "shared_cache", b"shared_cache", "shared_rate", b"shared_rate", "step_s", b"step_s", "step_slope_s", b"step_slope_s", "transfer_rate", b"transfer_rate", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,10 +58,18 @@ class EngineSettings(Settings, section="Engine"):
     disk_cache_size: int = setting(
         kinds.size(0), 64 << 30, "Bytes of each pod in --disk-cache, like 500GiB; default: 64GiB"
     )
+    shared_cache: str | None = optional_setting(
+        kinds.text("a directory", r".+", "DIR"),
+        "Directory on a file system that all pods mount, for KV blocks that each of them may read; needs host_cache; "
+        "default: none",
+    )
+    shared_cache_size: int = setting(
+        kinds.size(0), 256 << 30, "Bytes of all pods in --shared-cache, the same on all pods; default: 256GiB"
+    )
     disk_cache_codec: str = choice_setting(
         ("none", "int4"),
-        "Blocks in --disk-cache as they are (none), or in 4 bits (int4): answers after a read may differ; the same on "
-        "all pods",
+        "Blocks in --disk-cache and --shared-cache as they are (none), or in 4 bits (int4): answers after a read may "
+        "differ; the same on all pods",
     )
     cache_pin: int = setting(kinds.size(0), 0, "KV bytes that requests may pin in each pool, like 4GiB; default: 0")
     cache_pin_tenant: int = setting(
@@ -202,11 +210,12 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         if nodes > 1 and self.tensor_parallel_master is None:
             raise setting_error("tensor_parallel_master", f"{nodes} nodes need the address of rank 0")
         self._check_deterministic()
-        if self.disk_cache is not None and size > 1:
-            problem = f"disk_cache {self.disk_cache} cannot be combined with tensor_parallel_size {size}"
-            raise ConfigError(f"{problem}: each rank has its own part of a block", field="disk_cache")
-        if self.disk_cache is not None and not self.host_cache:
-            raise setting_error("disk_cache", "needs host_cache: blocks go to the disk by way of host memory")
+        for name, directory in (("disk_cache", self.disk_cache), ("shared_cache", self.shared_cache)):
+            if directory is not None and size > 1:
+                problem = f"{name} {directory} cannot be combined with tensor_parallel_size {size}"
+                raise ConfigError(f"{problem}: each rank has its own part of a block", field=name)
+            if directory is not None and not self.host_cache:
+                raise setting_error(name, "needs host_cache: blocks go to files by way of host memory")
 
     def _check_deterministic(self) -> None:
         """Raises ConfigError for settings with which bits would depend on the batch, or are not proven."""

@@ -11,26 +11,42 @@ from common.types import PoolCounts
 from engine.kv.eviction import Retention
 from engine.kv.lease import Lease
 from engine.kv.ledger import BlockLedger, BlockPin, StepFence
-from engine.kv.tiers.disk_tier import NO_LOAD, DiskLoad, DiskTier, DiskTierStats
+from engine.kv.tiers.block_store import BlockStore
+from engine.kv.tiers.file_load import NO_LOAD, FileLoad
+from engine.kv.tiers.file_tier import FileTier
 from engine.kv.tiers.host_tier import HostTierStats, SavedPartialBlock
 from engine.kv.tiers.segment_store import SegmentStore
+from engine.kv.tiers.shared_store import SharedStore
 
 
 class BlockPool(BlockLedger):
     """The blocks, a prefix cache and, on request, a host tier. Thread-safe; private methods need the lock."""
 
-    def attach_disk_tier(self, store: SegmentStore) -> DiskTier:
-        """Puts a disk tier behind the host tier. Call it once, before the first lease."""
-        host_tier = self.host_tier
-        assert host_tier is not None
-        self.disk_tier = DiskTier(self.lock, self._cache, host_tier, store, self.block_size)
-        host_tier.disk_tier = self.disk_tier
-        host_tier.pin_for_read = lambda blocks: BlockPin(self, blocks, is_writer=False).release_locked
+    def attach_disk_tier(self, store: SegmentStore) -> FileTier:
+        """Puts a disk tier behind the host tier. Call it once, before the first lease and a shared tier."""
+        assert self.shared_tier is None
+        self.disk_tier = self._attach(store)
         return self.disk_tier
 
-    def load_from_disk(self, hashes: Sequence[bytes], compute_s: Callable[[int], float] | None = None) -> DiskLoad:
-        """Starts to read the blocks after the cached prefix, see DiskTier.load. No effect without a disk tier."""
-        return NO_LOAD if self.disk_tier is None else self.disk_tier.load(hashes, compute_s)
+    def attach_shared_tier(self, store: SharedStore) -> FileTier:
+        """Puts a shared tier behind the host tier, and behind the disk tier. Call it once, before the first lease."""
+        self.shared_tier = self._attach(store)
+        if self.disk_tier is not None:
+            self.disk_tier.next_tier = self.shared_tier
+        return self.shared_tier
+
+    def _attach(self, store: BlockStore) -> FileTier:
+        host_tier = self.host_tier
+        assert host_tier is not None
+        tier = FileTier(self.lock, self._cache, host_tier, store, self.block_size)
+        host_tier.next_tiers.append(tier)
+        host_tier.pin_for_read = lambda blocks: BlockPin(self, blocks, is_writer=False).release_locked
+        return tier
+
+    def load_from_files(self, hashes: Sequence[bytes], compute_s: Callable[[int], float] | None = None) -> FileLoad:
+        """Starts to read what follows the cached prefix of `hashes`, see FileTier.load; done without a file tier."""
+        tier = self.disk_tier or self.shared_tier
+        return NO_LOAD if tier is None else tier.load(hashes, compute_s)
 
     def pages_for(self, num_tokens: int) -> int:
         """Returns the number of blocks that a sequence of `num_tokens` tokens needs."""
@@ -177,14 +193,9 @@ class BlockPool(BlockLedger):
         """Returns all hashes in the disk tier."""
         return [] if self.disk_tier is None else self.disk_tier.store.hashes()
 
-    def disk_tokens_per_s(self) -> float:
-        """Returns the prompt tokens per second that loads from the disk reach; 0 before the first one."""
-        tier = self.disk_tier
+    def tokens_per_s_of(self, tier: FileTier | None) -> float:
+        """Returns the prompt tokens per second that loads from a file tier reach; 0 before the first one."""
         return 0.0 if tier is None else tier.read_rate / tier.store.block_bytes * self.block_size
-
-    def disk_stats(self) -> DiskTierStats | None:
-        """Returns the counts of the disk tier; None without one."""
-        return None if self.disk_tier is None else self.disk_tier.stats()
 
     def host_stats(self) -> HostTierStats | None:
         """Returns the counts of the host tier; None without one."""
@@ -195,9 +206,10 @@ class BlockPool(BlockLedger):
         """Evicts all evictable blocks and empties the other tiers; returns the number of evicted blocks."""
         with self.lock:
             if self.host_tier is not None:
-                self.host_tier.clear()  # releases the lock for a while, so the disk tier forgets its blocks last
-            if self.disk_tier is not None:
-                self.disk_tier.clear()
+                self.host_tier.clear()  # releases the lock for a while, so the file tiers forget their blocks last
+            for tier in (self.disk_tier, self.shared_tier):
+                if tier is not None:
+                    tier.clear()
             evicted = self._evict(len(self._cache.evictable))
             self._free += evicted
             return len(evicted)

@@ -25,7 +25,7 @@ from typing import Protocol, TypedDict, Unpack
 from common.errors import InternalError
 from common.types import PoolCounts
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
-from engine.kv.tiers.disk_tier import DiskTier
+from engine.kv.tiers.file_tier import FileTier
 from engine.kv.tiers.host_tier import HostTier
 
 AVAILABLE_SHARE = 8  # With a host tier, copies keep 1 / AVAILABLE_SHARE of the blocks free or evictable
@@ -93,7 +93,8 @@ class BlockLedger:
         self._copy_sources: list[int] = []  # Blocks that the planned step copies from, with one hold on each
         self._on_stored = callbacks.get("on_stored", _no_callback)
         self._on_evicted = callbacks.get("on_evicted", _no_callback)
-        self.disk_tier: DiskTier | None = None
+        self.disk_tier: FileTier | None = None  # Files of this pod
+        self.shared_tier: FileTier | None = None  # Files of all pods
         self.host_tier: HostTier | None = None
         if host_blocks:
             self.host_tier = HostTier(
@@ -200,7 +201,8 @@ class BlockLedger:
         """Returns the defects, one sentence each."""
         defects = self._cache.inconsistencies()
         defects += [] if self.host_tier is None else self.host_tier.inconsistencies()
-        defects += [] if self.disk_tier is None else self.disk_tier.store.inconsistencies()
+        for tier in (self.disk_tier, self.shared_tier):
+            defects += [] if tier is None else tier.store.inconsistencies()
         users = [*(lease.all_pages() for lease in self._leases), *(fence.blocks for fence in self._fences)]
         for kind, actual, holders in (
             ("hold", self._holds, [*users, self._copy_sources]),

@@ -159,7 +159,7 @@ class Scheduler:
     @property
     def waits_for_blocks(self) -> bool:
         """Whether a sequence waits for blocks; new requests from other pods should not lease any before it has them."""
-        return any(seq.lease is None and not (seq.blocked or seq.loads_from_disk) for seq in tuple(self._waiting))
+        return any(seq.lease is None and not (seq.blocked or seq.loads_from_files) for seq in tuple(self._waiting))
 
     def stats(self) -> SchedulerStats:
         running, waiting = tuple(self._running), tuple(self._waiting)
@@ -217,7 +217,7 @@ class Scheduler:
                 return
             if seq.blocked:
                 continue
-            if seq.lease is None and new and self._waits_for_disk(seq):
+            if seq.lease is None and new and self._waits_for_files(seq):
                 continue
             if seq.lease is None and not (new and self._allocate(seq)):
                 return
@@ -353,13 +353,13 @@ class Scheduler:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def _waits_for_disk(self, seq: Sequence) -> bool:
+    def _waits_for_files(self, seq: Sequence) -> bool:
         """Returns whether the sequence waits until its cached prefix is in the host; starts the load if need be."""
-        if self._pool.disk_tier is None:
+        if self._pool.disk_tier is None and self._pool.shared_tier is None:
             return False
-        if seq.disk_load is None:
-            seq.disk_load = self._pool.load_from_disk(seq.matchable_hashes())
-        return seq.loads_from_disk
+        if seq.file_load is None:
+            seq.file_load = self._pool.load_from_files(seq.matchable_hashes())
+        return seq.loads_from_files
 
     def _allocate(self, seq: Sequence) -> bool:
         """Leases blocks for all tokens of the sequence, and leaves one block for each sequence that may grow."""
@@ -442,7 +442,7 @@ class Scheduler:
 
     def _preempt_paused(self) -> bool:
         """Preempts the last paused sequence in order, if a sequence waits and no blocks will be freed without that."""
-        if all(seq.blocked or seq.loads_from_disk for seq in self._waiting) or self._blocks_will_be_freed():
+        if all(seq.blocked or seq.loads_from_files for seq in self._waiting) or self._blocks_will_be_freed():
             return False
         paused = [seq for seq in self._sequences_with_lease() if seq.blocked]
         if paused:

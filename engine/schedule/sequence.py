@@ -23,7 +23,7 @@ from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
 from engine.kv.groups.grouped_blocks import require_window_groups
 from engine.kv.lease import Lease
-from engine.kv.tiers.disk_tier import DiskLoad
+from engine.kv.tiers.file_load import FileLoad
 from engine.kv.tiers.host_tier import SavedPartialBlock
 from engine.models.pooling import Pooling
 from engine.sampling.constraint import Constraint
@@ -91,7 +91,7 @@ class Sequence:
     host_tokens: int  # Prompt tokens in `cached_tokens` that came from host memory
     preemptions: int
     recompute_until: int  # Position up to which the tokens had KV that was lost in a preemption or with another pod
-    disk_load: DiskLoad | None  # What was read from the disk before the first lease; None before it was looked up
+    file_load: FileLoad | None  # What was read from files before the first lease; None before it was looked up
     saved_partial: SavedPartialBlock | None  # Copy of its last, partial block in host memory while it is preempted
     num_drafted: int  # Drafts in a launched step
     draft_lag: int  # Number of newest computed tokens without KV of the draft model
@@ -138,7 +138,7 @@ class Sequence:
         self.host_tokens = lease.host_blocks * block_size if lease is not None else 0
         self.recompute_until = len(self.tokens) - 1 if output else 0  # the newest token never had KV
         self.saved_partial = None
-        self.disk_load = None
+        self.file_load = None
         self.num_drafted, self.draft_lag, self.draft_state = 0, 0, None
         self.next_prompt_logprob = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
         pooled = range(0) if pooling is None else pooling.tokens(self.prompt_len)
@@ -161,9 +161,9 @@ class Sequence:
         return self.paused or late or self.adapter_slot is None
 
     @property
-    def loads_from_disk(self) -> bool:
-        """Whether it waits for blocks from the disk before it gets a lease."""
-        return self.disk_load is not None and not self.disk_load.done
+    def loads_from_files(self) -> bool:
+        """Whether it waits for blocks from files before it gets a lease."""
+        return self.file_load is not None and not self.file_load.done
 
     @property
     def num_output(self) -> int:

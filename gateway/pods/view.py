@@ -26,7 +26,7 @@ DEFAULT_ADAPTER_LOAD_S = 0.5  #: A pod reads a LoRA adapter from its files.
 ADAPTER_COPY_S = 0.01
 
 HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.
-DISK_SPEEDUP = 2.0  #: The same for the disk of a pod that has not measured it.
+DISK_SPEEDUP = 2.0  #: The same for the disk and the shared tier of a pod that has not measured them.
 DISPATCH_DELAY_S = 0.02  #: A booking made this shortly before a report may have reached the pod after it.
 
 
@@ -108,6 +108,7 @@ class PodView:
     step_slope_s: float = DEFAULT_STEP_SLOPE_S  #: Further time per sequence of the step.
     transfer_s_per_token: float = 1 / DEFAULT_TRANSFER_RATE  #: Time to move the KV of one token.
     hand_off_s: float = DEFAULT_HAND_OFF_S  #: Time of the end of a hand-off, without moving KV.
+    peers_shared_rate: float = 0.0  #: Mean rate of reads from the shared tier; 0 while no pod has measured one.
 
     pulls: bool = False  #: The pod pulls prefixes from other pods.
     pull_s: float = DEFAULT_PULL_S  #: Latency of a pull beyond moving the KV.
@@ -170,6 +171,17 @@ class PodView:
         rate = 0.0 if self.load is None else self.load.disk_rate
         return 1 / rate if rate > 0 else self.prefill_s_per_token / DISK_SPEEDUP
 
+    @property
+    def shares_cache(self) -> bool:
+        """Whether the pod reads and writes the shared tier."""
+        return self.load is not None and self.load.shared_cache
+
+    @property
+    def shared_s_per_token(self) -> float:
+        """Time to read the KV of one prompt token from the shared tier."""
+        rate = (0.0 if self.load is None else self.load.shared_rate) or self.peers_shared_rate
+        return 1 / rate if rate > 0 else self.prefill_s_per_token / DISK_SPEEDUP
+
     def adapter_s(self, digest: str) -> float:
         """Returns the seconds until the pod can compute with a LoRA adapter; 0 for the base model ("")."""
         if not digest or digest in self.warm_adapters:
@@ -208,9 +220,11 @@ def fill_in_from_peers(views: Collection[PodView]) -> None:
     loads = [view.load for view in views if view.load is not None]
     prefill_s = [1 / load.prefill_rate for load in loads if load.prefill_rate > 0]
     transfer_s = [1 / load.transfer_rate for load in loads if load.transfer_rate > 0]
+    shared_rates = [load.shared_rate for load in loads if load.shared_rate > 0]
     steps = [(load.step_s, load.step_slope_s) for load in loads if load.has_decode_times]
     for view in views:
         load = view.load or PodLoad()
+        view.peers_shared_rate = fmean(shared_rates) if shared_rates else 0.0
         if prefill_s and load.prefill_rate <= 0:
             view.prefill_s_per_token, view.rate_known = fmean(prefill_s), True
         if transfer_s and load.transfer_rate <= 0:

@@ -2,7 +2,7 @@
 
 CostPolicy ranks by predicted seconds, at rates that the pods measure themselves:
 
-    prefill:  queue + overhead + tokens to compute / rate * (1 + QUEUE_EXTERNALITY) + fetch (host, disk, peer)
+    prefill:  queue + overhead + tokens to compute / rate * (1 + QUEUE_EXTERNALITY) + fetch (host, files, peer)
     decode:   moving the KV + output tokens * (step + the time that the sequence and its neighbours cost each other)
 
 Computing counts more than waiting, because later requests wait for it too. So a hot prefix is computed on another pod
@@ -69,6 +69,7 @@ class RoutingRequest:
     host_hits: Mapping[str, int] = field(default_factory=dict)  #: Further tokens in host memory.
     disk_hits: Mapping[str, int] = field(default_factory=dict)  #: Further tokens on the disk.
     inflight_hits: Mapping[str, int] = field(default_factory=dict)  #: Once its prompts are computed.
+    shared_tokens: int = 0  #: Leading prompt tokens that each pod with the shared tier can read there.
     pull_offers: Mapping[str, PullOffer] = field(default_factory=dict)  #: Pull offers by the name of the pulling pod.
     affinity: str = ""  #: Requests of equal affinity prefer the same pod; "" for none. A hint.
     adapter: str = ""  #: Digest of the LoRA adapter; "" for the base model.
@@ -134,11 +135,20 @@ class CostPolicy:
         ]
         if request.adapter:
             scored = [(cost + view.adapter_s(request.adapter) * worth, view) for cost, view in scored]
-        if request.host_hits or request.disk_hits or request.pull_offers:
-            scored = [(cost + _fetch_s(request, view, hits), view) for cost, view in scored]
-        # Among equal costs a pod that holds the prefix comes before one that has to pull it.
         offers = request.pull_offers
-        ranked = self._rank(request, scored, prefer=hits if offers else NO_HITS)
+        if request.host_hits or request.disk_hits or offers:
+            scored = [(cost + _fetch_s(request, view, hits), view) for cost, view in scored]
+        read: dict[str, int] = {}  # Tokens that a pod has after a read from the shared tier
+        if request.shared_tokens:
+            for i, (cost, view) in enumerate(scored):
+                saved_s = shared_read_saving_s(request, hits.get(view.name, 0), view)
+                saved_s += min(0.0, _fetch_s(request, view, hits)) if view.name in offers else 0.0
+                if saved_s > 0:
+                    scored[i], read[view.name] = (cost - saved_s, view), request.shared_tokens
+        # Among equal costs a pod that holds the prefix comes before one that has to fetch it.
+        ranked = self._rank(request, scored, prefer=hits if offers or read else NO_HITS)
+        offers = {name: offer for name, offer in offers.items() if name not in read} if read else offers
+        hits = {**hits, **read} if read else hits
         return [
             make_option(
                 request, hits, view, cost, unit_cost_s=view.prefill_s_per_token, pull_offer=offers.get(view.name)
@@ -272,6 +282,17 @@ def _fetch_s(request: RoutingRequest, view: PodView, expected_hits: Mapping[str,
     return min(host_s, offer.predicted_s - (offer.tokens - used) * view.prefill_s_per_token * (1 + QUEUE_EXTERNALITY))
 
 
+def shared_read_saving_s(request: RoutingRequest, held: int, view: PodView) -> float:
+    """Returns by how much a read from the shared tier lowers the cost of a pod that has `held` tokens of the prompt.
+
+    0 if the pod has no shared tier, or would compute faster than it reads.
+    """
+    tokens = min(request.shared_tokens, request.prompt_len - 1) - held
+    if tokens <= 0 or not view.shares_cache or view.shared_s_per_token >= view.prefill_s_per_token:
+        return 0.0
+    return tokens * (view.prefill_s_per_token * (1 + QUEUE_EXTERNALITY) - view.shared_s_per_token)
+
+
 def _mean_step(views: Sequence[PodView]) -> tuple[float, float]:
     """Returns the mean step_s and step_slope_s of the pods."""
     count = max(1, len(views))
@@ -306,6 +327,7 @@ def _decode_s(
     if view.role is Role.BOTH:
         cost += view.queue_s(now) + view.prefill_overhead_s
         cost += max(1, missing) * view.prefill_s_per_token * (1 + QUEUE_EXTERNALITY)
+        cost -= shared_read_saving_s(request, request.prompt_len - missing, view)
     elif missing > 0:
         cost += missing * view.transfer_s_per_token
     room = view.free_blocks() - (max(0, missing) + output) // view.block_size

@@ -379,6 +379,18 @@ class RoutingPlan:
         pods = (pod for found in self.table.pods_by_layout().values() for pod in found)
         return next((pod.info for pod in pods if pod.info is not None and pod.info.name == name), None)
 
+    def _shared_tokens(self, prompt: HashedPrompt) -> int:
+        """Returns how many leading prompt tokens the shared tier has.
+
+        A pod with the shared tier writes all that it computes, so these are the tokens of the pod with most hits.
+        What only the shared tier has is worth the same to all pods, so routing need not know it.
+        """
+        tiers = (prompt.device_hits, prompt.host_hits, prompt.disk_hits)
+        if not any(tiers):
+            return 0
+        names = [pod.info.name for pod in self.table.pods.values() if pod.info and pod.view and pod.view.shares_cache]
+        return max((sum(tier.get(name, 0) for tier in tiers) for name in names), default=0)
+
     def _routing_request(self, prompt: HashedPrompt) -> RoutingRequest:
         inflight = self.router.inflight.match_blocks(prompt.hashes)
         return RoutingRequest(
@@ -388,6 +400,7 @@ class RoutingPlan:
             host_hits=prompt.host_hits,
             disk_hits=prompt.disk_hits,
             inflight_hits={pod: blocks * prompt.block_size for pod, blocks in inflight.items()},
+            shared_tokens=self._shared_tokens(prompt),
             affinity=self.affinity or ("" if self.index_answered else prompt.prefix_key.hex()),
             adapter=self.request.adapter,
             prefix_key=prompt.prefix_key,

@@ -33,5 +33,7 @@ def measure_load(
         transfer_rate=transfer_rate,
         hand_off_s=hand_off_s,
         pull_s=rates.pull_s(),
-        disk_rate=pool.disk_tokens_per_s(),
+        disk_rate=pool.tokens_per_s_of(pool.disk_tier),
+        shared_cache=pool.shared_tier is not None and pool.shared_tier.working,
+        shared_rate=pool.tokens_per_s_of(pool.shared_tier),
     )

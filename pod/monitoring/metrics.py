@@ -15,6 +15,7 @@ from common.settings.engine import MAX_DRAFTS
 from common.telemetry import COUNT_BUCKETS, Metrics, MetricSample
 from common.types import PodLoad, Role
 from engine.engine import Engine
+from engine.kv.tiers.file_tier import FileTier, FileTierStats
 from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.speculation.speculator import SpeculationStats
 from kv_transfer.messages import TransferReport
@@ -89,7 +90,7 @@ class PodMetrics:
         self._add_work_metrics(load)
         self._add_speculation_metrics()
         self._add_host_tier_metrics(lambda: node.stats().damaged_transfers)
-        self._add_disk_tier_metrics()
+        self._add_file_tier_metrics()
         self._add_transfer_metrics(node)
         text = "LoRA adapters: with a name, retired (kept for running requests), and on the device."
         m.sampled_gauge("adapters", text, _by(adapters.counts, dict), ["state"])
@@ -160,38 +161,52 @@ class PodMetrics:
         text = "Batches of KV blocks that failed their checksums (with --checksums)."
         counter("damaged_kv", text, _by(damaged, dict), ["where"])
 
-    def _add_disk_tier_metrics(self) -> None:
-        tier, stats, size = self._engine.pool.disk_tier, self._engine.pool.disk_stats, self._engine.layout.block_bytes
+    def _add_file_tier_metrics(self) -> None:
+        config, pool = self._engine.config, self._engine.pool
+        tiers: dict[str, FileTier | None] = {"disk": pool.disk_tier, "shared": pool.shared_tier}
+        configured = {"disk": config.disk_cache is not None, "shared": config.shared_cache is not None}
+        for name, tier in tiers.items():
+            self._add_metrics_of(name, tier, configured=configured[name])
+        codec, text = self._engine.layout.disk_codec, "KV blocks that were read for prompts and decoded, so not exact."
+
+        def decoded() -> list[tuple[tuple[str, ...], float]]:
+            return [((name, codec), tier.stats().decoded) for name, tier in tiers.items() if codec and tier is not None]
+
+        self.metrics.sampled_counter("decoded_blocks", text, decoded, ["tier", "codec"])
+        found = _one(lambda: None if (tier := pool.disk_tier) is None else tier.stats().restored)
+        text = "KV blocks that the pod found on the disk when it started."
+        self.metrics.sampled_gauge("disk_restored_blocks", text, found)
+        searches = _by(
+            lambda: None if (tier := pool.shared_tier) is None else tier.stats(),
+            lambda now: {"found": now.searches - now.absent, "absent": now.absent},
+        )
+        text = "Prompts for which the pod looked into the shared tier, by whether it has the next block."
+        self.metrics.sampled_counter("shared_searches", text, searches, ["outcome"])
+
+    def _add_metrics_of(self, name: str, tier: FileTier | None, *, configured: bool) -> None:
+        """Adds the metrics that the disk tier and the shared tier both have."""
+        size = self._engine.layout.block_bytes
         stored = size if tier is None else tier.store.content_bytes
         counter, gauge = self.metrics.sampled_counter, self.metrics.sampled_gauge
-        configured = self._engine.config.disk_cache is not None
-        text = "1 while blocks are written to the disk and read from it; 0 after a failure, and while a disk is full."
+
+        def stats() -> FileTierStats | None:
+            return None if tier is None else tier.stats()
+
+        text = "1 while blocks are written to files and read from them; 0 after a failure, and while a pause lasts."
         works = None if not configured else (lambda: False) if tier is None else (lambda: tier.working)
-        gauge("disk_tier_working", text, _one(lambda: None if works is None else works()))
+        gauge(f"{name}_tier_working", text, _one(lambda: None if works is None else works()))
         blocks = _by(stats, lambda now: {"blocks": now.blocks * stored, "files": now.size, "limit": now.max_size})
-        gauge(
-            "disk_tier_bytes",
-            "KV blocks on the disk that can be read, size of all files, and its limit.",
-            blocks,
-            ["of"],
-        )
-        moved = _by(stats, lambda now: {"to_disk": now.written * stored, "to_host": now.loaded * size})
-        counter("disk_moved_bytes", "KV bytes written to the disk and read back.", moved, ["direction"])
-        found = _one(lambda: None if (now := stats()) is None else now.restored)
-        codec = self._engine.layout.disk_codec
-        text = "KV blocks that were read for prompts and decoded, so not exact, by tier and codec."
-        counter(
-            "decoded_blocks",
-            text,
-            lambda: [] if not codec or (now := stats()) is None else [(("disk", codec), now.decoded)],
-            ["tier", "codec"],
-        )
-        gauge("disk_restored_blocks", "KV blocks that the pod found on the disk when it started.", found)
-        loads = _by(stats, lambda now: {"computed": now.computed, "late": now.late, "damaged": now.damaged})
-        text = "Prompts whose blocks on the disk were not used, or only in part, by reason."
-        counter("disk_loads_given_up", text, loads, ["reason"])
+        text = "KV blocks in files that this pod knows, size of all files, and its limit."
+        gauge(f"{name}_tier_bytes", text, blocks, ["of"])
+        moved = _by(stats, lambda now: {f"to_{name}": now.written * stored, "to_host": now.loaded * size})
+        counter(f"{name}_moved_bytes", "KV bytes written to files and read back.", moved, ["direction"])
+        lost = _by(stats, lambda now: {"computed": now.computed, "late": now.late, "damaged": now.damaged})
+        text = "Prompts whose blocks in files were not used, or only in part, by reason."
+        counter(f"{name}_loads_given_up", text, lost, ["reason"])
+        text = "Reads and writes that failed, or did not end in time."
+        counter(f"{name}_tier_failures", text, _one(lambda: None if (now := stats()) is None else now.failures))
         rate = _one(lambda: tier.read_rate if tier is not None else None)
-        gauge("disk_read_bytes_per_second", "Rate of the last loads from the disk; 0 before the first one.", rate)
+        gauge(f"{name}_read_bytes_per_second", "Rate of the last loads from files; 0 before the first one.", rate)
 
     def _add_transfer_metrics(self, node: TransferNode) -> None:
         stats, counter, gauge = node.stats, self.metrics.sampled_counter, self.metrics.sampled_gauge

@@ -15,7 +15,7 @@ import torch
 from common.errors import ConfigError
 from common.types import SamplingParams, Token
 from engine.kv.tiers.cold_codec import BlockCodec
-from engine.kv.tiers.disk_tier import DiskTier
+from engine.kv.tiers.file_tier import FileTier
 from engine.llm import LLM
 from tests.rigs.pods.harness import MAX_LEN, VOCAB, Cluster, Pod, prompt_of, request
 
@@ -35,7 +35,7 @@ def make(model_dir: Path, disk: Path | None, **config: Any) -> LLM:
     return LLM(model_dir, **settings, **config)
 
 
-def settled(llm: LLM) -> DiskTier:
+def settled(llm: LLM) -> FileTier:
     """Waits until the engine has found its files and done the work of its tiers."""
     tier = llm.engine.pool.disk_tier
     assert tier is not None

@@ -15,8 +15,8 @@ import torch
 
 from common.errors import ConfigError
 from common.types import SamplingParams
-from engine.kv.tiers.disk_copier import take_slot
-from engine.kv.tiers.disk_tier import DiskTier
+from engine.kv.tiers.file_copier import take_slot
+from engine.kv.tiers.file_tier import FileTier
 from engine.llm import LLM
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, prompt_of
 
@@ -42,7 +42,7 @@ def make(model_dir: Path, disk: Path | None, *, num_blocks: int = 24, **config: 
     )
 
 
-def tier_of(llm: LLM) -> DiskTier:
+def tier_of(llm: LLM) -> FileTier:
     tier = llm.engine.pool.disk_tier
     assert tier is not None
     return tier
@@ -67,7 +67,7 @@ def filled(model_dir: Path, tmp_path: Path, expected: list[list[int]]) -> Path:
     return tmp_path
 
 
-def settled(llm: LLM) -> DiskTier:
+def settled(llm: LLM) -> FileTier:
     """Waits for the blocks that are found at the start, and for the work of both tiers."""
     tier = tier_of(llm)
     deadline = threading.Event()
@@ -160,8 +160,8 @@ def test_a_prompt_waits_for_its_load_while_others_run(
 ) -> None:
     llm = make(model_dir, filled)
     tier = settled(llm)
-    monkeypatch.setattr("engine.kv.tiers.disk_tier.MIN_WAIT_S", WAIT_S)
-    monkeypatch.setattr("engine.kv.tiers.disk_tier.MAX_WAIT_S", WAIT_S)
+    monkeypatch.setattr("engine.kv.tiers.file_tier.MIN_WAIT_S", WAIT_S)
+    monkeypatch.setattr("engine.kv.tiers.file_tier.MAX_WAIT_S", WAIT_S)
     may_read, real = threading.Event(), tier.store.read
 
     def late(keys: list[bytes], targets: list[memoryview]) -> int:
@@ -176,7 +176,7 @@ def test_a_prompt_waits_for_its_load_while_others_run(
     engine.add(other)
     while other.finish_reason is None:
         engine.step()
-    assert waiting.loads_from_disk
+    assert waiting.loads_from_files
     assert waiting.lease is None
     may_read.set()
     while waiting.finish_reason is None:
@@ -196,7 +196,7 @@ def test_a_prompt_is_computed_if_the_disk_is_slower(model_dir: Path, filled: Pat
     llm = make(model_dir, filled)
     tier = settled(llm)
     tier.compute_s = lambda tokens: 1e-6 * tokens
-    tier.observe_read(1000, 1.0)
+    tier.rate.observe(1000, 1.0)
     assert answers(llm) == expected
     stats = tier.stats()
     assert stats.loaded == 0

@@ -1,4 +1,4 @@
-"""Pods with a disk tier: a prefill and a decode pod read their blocks back, and the index and metrics know the disk."""
+"""Pods with file tiers: they read blocks back from their disks or from the files of others; index and metrics know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 async def at_rest(pod: Pod) -> None:
     await pod.settled()
-    tier = pod.runtime.engine.pool.disk_tier
+    tier = pod.runtime.engine.pool.disk_tier or pod.runtime.engine.pool.shared_tier
     assert tier is not None
     assert await asyncio.to_thread(tier.wait_idle, WAIT_S)
 
@@ -78,3 +78,34 @@ async def test_both_pods_read_a_prompt_from_their_disks_and_the_index_knows(
                 assert pod.runtime.load().disk_rate > 0
     finally:
         await valkey.stop()
+
+
+async def test_pods_read_what_pods_of_another_cluster_have_computed(model_dir: Path, llm: LLM, tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "host_cache": 40 * BLOCK_BYTES,
+        "shared_cache": str(tmp_path),
+        "shared_cache_size": 1 << 24,
+    }
+    r = request(prompt_of(60, seed=1))
+    async with Cluster.start(model_dir, prefill_config=config, decode_config=config) as first:
+        assert (await first.generate(r)).ids == expected(llm, r)
+        for pod in first.pods:
+            await at_rest(pod)
+            assert pod.runtime.load().shared_cache
+            assert pod.runtime.load().shared_rate == 0
+    async with Cluster.start(model_dir, prefill_config=config, decode_config=config) as second:
+        for pod in second.pods:
+            tier = pod.runtime.engine.pool.shared_tier
+            assert tier is not None
+            tier.compute_s = lambda _: 0.0  # computing seems to take unknown time, so every load is made
+        answer = await second.generate(r)
+        assert answer.ids == expected(llm, r)
+        assert answer.target is not None
+        assert answer.target.first_block == 56 // BLOCK, "the decode pod has the prefix"
+        assert answer.cached_tokens == 56, "the prefill pod has it too"
+        for pod in second.pods:
+            await at_rest(pod)
+            assert metric(pod, 'baton_shared_moved_bytes_total{direction="to_host"}') == 14 * BLOCK_BYTES
+            assert metric(pod, 'baton_shared_searches_total{outcome="found"}') == 1
+            assert metric(pod, "baton_shared_tier_working") == 1
+            assert pod.runtime.load().shared_rate > 0

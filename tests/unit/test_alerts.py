@@ -129,6 +129,7 @@ def healthy() -> World:
             series("baton_index_registered", pod): level(1),
             series("baton_host_tier_working", pod): level(1),
             series("baton_disk_tier_working", pod): level(1),
+            series("baton_shared_tier_working", pod): level(1),
             series("baton_damaged_kv_total", pod, where="transfer"): level(0),
             series("baton_pulls_total", pod, outcome="done", reason="all"): counter(20),
             series("baton_pulls_total", pod, outcome="failed", reason="Unavailable"): counter(1),
@@ -209,6 +210,7 @@ SCENARIOS: dict[str, World] = {
     "BatonKvDamaged": {series("baton_damaged_kv_total", DECODE, where="transfer"): level(0, 1)},
     "BatonHostTierBroken": {series("baton_host_tier_working", DECODE): level(1, 0)},
     "BatonDiskTierBroken": {series("baton_disk_tier_working", DECODE): level(0)},
+    "BatonSharedTierBroken": {series("baton_shared_tier_working", DECODE): level(0)},
     "BatonUnauthenticated": {
         series("baton_transfer_messages_dropped_total", DECODE, reason="unauthenticated"): counter(0, 30)
     },

@@ -17,8 +17,9 @@ from common import wire
 from common.errors import ConfigError, LayoutMismatch
 from common.kv_layout import DTYPE_BYTES, KVLayout, LayerGroup
 from engine.config import EngineConfig
+from engine.kv.tiers.block_store import StoredBlock
 from engine.kv.tiers.cold_codec import BlockCodec, check_codec, codec_of
-from engine.kv.tiers.segment_store import SegmentStore, StoredBlock
+from engine.kv.tiers.segment_store import SegmentStore
 
 Floats = NDArray[np.float64]
 LAYOUT = KVLayout("m", "r", 2, 2, 16, 16, "bfloat16", disk_codec="int4")

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InternalError
-from engine.kv.tiers.disk_tier import DiskLoad, HostWrite, saves_time
-from engine.kv.tiers.segment_store import SegmentStore, StoredBlock
+from engine.kv.tiers.block_store import BlockStore, StoredBlock
+from engine.kv.tiers.file_load import FileLoad, saves_time
+from engine.kv.tiers.file_tier import FileTier, HostWrite
+from engine.kv.tiers.segment_store import SegmentStore
 from tests.rigs.engine.fake_copier import RUBBISH
 from tests.unit.test_host_tier import Caches, chain
 from tests.unit.test_host_tier import Path as TokenPath
@@ -32,13 +34,16 @@ class DiskCaches(Caches):
 
     def __init__(self, directory: Path, blocks: int, host: int, *, batch: int = 4) -> None:
         super().__init__(blocks, host, batch=batch)
-        size = DISK_BLOCKS * (SegmentStore.min_bytes(BLOCK_BYTES) // 8)
-        self.store = SegmentStore(directory, "ab" * 16, BLOCK_BYTES, size)
-        self.store.scan()
-        self.tier = self.pool.attach_disk_tier(self.store)
+        self.store, self.tier = self.attach(directory)
+        self.store.scan(lambda: False)
         self.writes: list[HostWrite] = []
-        self.load: DiskLoad | None = None
+        self.load: FileLoad | None = None
         self.loaded_prompts = 0
+
+    def attach(self, directory: Path) -> tuple[BlockStore, FileTier]:
+        size = DISK_BLOCKS * (SegmentStore.min_bytes(BLOCK_BYTES) // 8)
+        store = SegmentStore(directory, "ab" * 16, BLOCK_BYTES, size)
+        return store, self.pool.attach_disk_tier(store)
 
     def begin_write(self) -> None:
         if not self.writes:
@@ -73,7 +78,7 @@ class DiskCaches(Caches):
 
     def prompt(self, *path: int, waits: bool) -> int:
         """Runs a prompt that looks at the disk first; returns the blocks that came from host memory."""
-        load = self.pool.load_from_disk(chain(*path))
+        load = self.pool.load_from_files(chain(*path))
         while waits and not load.done:
             self.begin_load()
             self.end_load()
@@ -127,7 +132,7 @@ def test_a_reset_during_a_load_and_a_write_leaves_nothing(directory: Path) -> No
     for number in range(8):
         caches.prompt(number, 1, 2, 3, waits=True)
         caches.settle()
-    assert not caches.pool.load_from_disk(chain(0, 1, 2, 3)).done
+    assert not caches.pool.load_from_files(chain(0, 1, 2, 3)).done
     caches.begin_load()
     caches.prompt(9, 9, 9, waits=False)
     caches.copier.run()
@@ -192,16 +197,18 @@ def test_a_block_is_written_again_if_its_file_went_and_the_host_has_it(directory
         caches.prompt(7, 7, number, waits=False)
         caches.settle()
     assert caches.store.match(chain(7, 7)) == 2
-    with caches.store._lock:
-        caches.store._drop(chain(7))  # as if room had been made for other blocks
+    store = caches.store
+    assert isinstance(store, SegmentStore)
+    with store._lock:
+        store._drop(chain(7))  # as if room had been made for other blocks
     assert len(caches.store) == 0
     for number in range(3, 6):
         caches.prompt(7, 7, number, waits=False)
         caches.settle()
     assert caches.store.match(chain(7, 7)) == 2
     assert not caches.tier.busy
-    with caches.store._lock:
-        caches.store._drop(chain(7))
+    with store._lock:
+        store._drop(chain(7))
     for number in range(6, 9):
         caches.prompt(7, 7, number, waits=False)
         caches.settle()
@@ -214,7 +221,7 @@ def test_a_load_that_is_late_before_it_begins_is_not_read(directory: Path) -> No
     for number in range(8):
         caches.prompt(number, 1, 2, 3, waits=True)
         caches.settle()
-    late, other = (caches.pool.load_from_disk(chain(number, 1, 2, 3)) for number in (0, 1))
+    late, other = (caches.pool.load_from_files(chain(number, 1, 2, 3)) for number in (0, 1))
     late.expires_at = 0.0
     caches.begin_load()
     assert caches.load is other
@@ -230,7 +237,7 @@ def test_a_tier_that_has_failed_offers_no_block_on_the_disk(directory: Path, whi
         caches.prompt(number, 1, 2, 3, waits=True)
         caches.settle()
     stored = len(caches.pool.disk_hashes())
-    assert not caches.pool.load_from_disk(chain(0, 1, 2, 3)).done
+    assert not caches.pool.load_from_files(chain(0, 1, 2, 3)).done
     if which == "disk":
         caches.tier.close(failed=True)
     else:

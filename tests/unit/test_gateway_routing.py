@@ -186,6 +186,22 @@ async def test_the_pod_that_holds_the_prefix_gets_the_request_until_it_is_busy()
     assert await world.prefill(1000) == "p1"
 
 
+async def test_a_pod_reads_what_a_busy_holder_has_written_to_the_shared_tier() -> None:
+    index = FakeIndex()
+    world = World(TWO_BY_TWO, index)
+    index.held = {"p1": 60}
+    world["p1"].apply_report(PodLoad(queued_tokens=2_000, prefill_rate=1_000.0), time.monotonic())
+    world["p0"].apply_report(PodLoad(prefill_rate=1_000.0, shared_cache=True, shared_rate=9_000.0), time.monotonic())
+    assert await world.prefill(1000) == "p1", "it does not write to the shared tier, so no other pod can read there"
+    load = PodLoad(queued_tokens=2_000, prefill_rate=1_000.0, shared_cache=True)
+    world["p1"].apply_report(load, time.monotonic())
+    assert await world.prefill(1000) == "p0"
+    placement = await (await world.router.plan(prompt(1000))).place("r", (), ())
+    assert placement is not None
+    assert placement.predicted_hit_tokens == 960
+    placement.release()
+
+
 async def test_near_ties_are_spread_and_one_common_block_does_not_herd() -> None:
     index = FakeIndex()
     world = World(TWO_BY_TWO, index)

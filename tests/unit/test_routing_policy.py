@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -113,6 +114,56 @@ def test_the_disk_counts_at_its_measured_rate_and_a_slow_one_not_at_all() -> Non
     assert cost(10_000.0, disk_hits={"p": 2_000}) == pytest.approx(0.2 + 0.001 * (1 + QUEUE_EXTERNALITY))
     assert cost(500.0, disk_hits={"p": 2_000}) == pytest.approx(computed), "the pod computes what it reads more slowly"
     assert cost(0.0, disk_hits={"p": 2_000}) < computed
+
+
+def test_a_read_from_the_shared_tier_counts_at_its_measured_rate_beyond_what_the_pod_has() -> None:
+    def option(held: int = 0, **load: Any) -> PodOption:
+        request = RoutingRequest(prompt_len=2_001, max_tokens=8, device_hits={"p": held}, shared_tokens=2_000)
+        pods = [view("p", prefill_rate=1_000.0, **load)]
+        return CostPolicy(random.Random(0)).rank_prefill_pods(request, pods, NOW)[0]
+
+    one = 0.001 * (1 + QUEUE_EXTERNALITY)
+    computed = option()
+    assert computed.cost_s == pytest.approx(2_001 * one), "a pod without the tier"
+    fast = option(shared_cache=True, shared_rate=10_000.0)
+    assert fast.cost_s == pytest.approx(0.2 + one)
+    assert (fast.hit_tokens, fast.load_units) == (2_000, 1)
+    assert option(1_500, shared_cache=True, shared_rate=10_000.0).cost_s == pytest.approx(0.05 + one)
+    slow = option(shared_cache=True, shared_rate=500.0)
+    assert (slow.cost_s, slow.load_units) == (computed.cost_s, 2_001), "the pod computes what it reads more slowly"
+    assert fast.cost_s < option(shared_cache=True).cost_s < computed.cost_s
+
+
+def test_an_unmeasured_pod_reads_the_shared_tier_as_fast_as_its_peers() -> None:
+    measured, new = view("a", shared_cache=True, shared_rate=5_000.0), view("b", shared_cache=True)
+    fill_in_from_peers([measured, new])
+    assert new.shared_s_per_token == measured.shared_s_per_token == 1 / 5_000.0
+
+
+def test_a_busy_holder_loses_its_prompts_to_a_pod_that_reads_them() -> None:
+    def chosen(queued: int, **load: Any) -> str:
+        request = RoutingRequest(prompt_len=2_001, max_tokens=8, device_hits={"holder": 2_000}, shared_tokens=2_000)
+        pods = [view(name, prefill_rate=1_000.0, queued_tokens=tokens, **load) for name, tokens in queues(queued)]
+        return CostPolicy(random.Random(0)).rank_prefill_pods(request, pods, NOW)[0].view.name
+
+    def queues(queued: int) -> list[tuple[str, int]]:
+        return [("holder", queued), ("other", 0)]
+
+    assert chosen(1_000) == "holder"
+    assert chosen(1_000, shared_cache=True, shared_rate=10_000.0) == "other"
+    assert chosen(0, shared_cache=True, shared_rate=10_000.0) == "holder"
+
+
+def test_the_faster_of_a_pull_and_a_read_is_planned() -> None:
+    def offer(shared_rate: float) -> PullOffer | None:
+        request = RoutingRequest(
+            prompt_len=2_001, max_tokens=8, shared_tokens=2_000, pull_offers={"p": PullOffer(2_000, 0.1, "holder")}
+        )
+        pods = [view("p", prefill_rate=1_000.0, shared_cache=True, shared_rate=shared_rate)]
+        return CostPolicy(random.Random(0)).rank_prefill_pods(request, pods, NOW)[0].pull_offer
+
+    assert offer(40_000.0) is None
+    assert offer(10_000.0) is not None
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.kv.tiers.block_store import StoredBlock
 from engine.kv.tiers.segment_format import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
-from engine.kv.tiers.segment_store import SegmentStore, StoredBlock
+from engine.kv.tiers.segment_store import SegmentStore
 
 BLOCK = 32
 FINGERPRINT = "ab" * 16
@@ -210,7 +211,7 @@ def test_a_file_that_cannot_be_removed_stops_the_writes_and_keeps_the_bytes_boun
             failed += 1
         assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= limit
     assert failed
-    assert store.has_doomed
+    assert store.has_chores
     store.clear()
     store.close()
     assert "cannot be removed" in caplog.text

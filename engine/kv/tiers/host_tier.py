@@ -10,7 +10,7 @@ Invariants:
 
 - One copy is made at a time. So a host block may be reassigned while an earlier copy from it is queued.
 - Pool and host together are prefix-closed, and so is the pool alone.
-- A host block that the disk tier (disk_tier.py) writes to a file or fills from one is in no list of free blocks.
+- A host block that a file tier (file_tier.py) writes to a file or fills from one is in no list of free blocks.
 - The host forgets the least recently used block first. A block counts as used when it leaves the pool, which is after
   all blocks that continue it, so this order is leaf-first too.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -29,7 +29,7 @@ from common.errors import BatonError
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
 NO_PARENT = b""
-ANCESTOR_BATCHES = 4  # Copies of blocks for the disk that one copy of idle blocks may cause
+ANCESTOR_BATCHES = 4  # Copies of blocks for the file tiers that one copy of idle blocks may cause
 CLEAR_S = 1.0  # Longest wait of `clear` for the copy under way
 
 
@@ -73,7 +73,7 @@ class SavedPartialBlock:
 
 
 class NextTier(Protocol):
-    """What the host tier tells the disk tier. The lock of the block pool is held."""
+    """What the host tier tells the file tiers. The lock of the block pool is held."""
 
     def on_saved(self, keys: Sequence[bytes]) -> None:
         """Called when full blocks have their copy in the host."""
@@ -85,7 +85,7 @@ class NextTier(Protocol):
         """Called when the host tier has ended."""
 
     def __contains__(self, key: bytes, /) -> bool:
-        """Returns whether the disk has the block."""
+        """Returns whether the tier has the block, as far as is known."""
 
 
 class HostTier:
@@ -118,12 +118,12 @@ class HostTier:
         self._partial_numbers = itertools.count()
         self._changed = threading.Condition(lock)
         self._copier_waits = self._stopping = False
-        self.disk_tier: NextTier | None = None
-        #: Pins blocks of the pool for a reader and returns what releases them; set with the disk tier.
+        self.next_tiers: list[NextTier] = []  # The file tiers
+        #: Pins blocks of the pool for a reader and returns what releases them; set with the first file tier.
         self.pin_for_read: Callable[[Sequence[int]], Callable[[], None]] | None = None
-        self._lent: set[int] = set()  # Host blocks that are being written to the disk
+        self._lent: Counter[int] = Counter()  # Host blocks that are being written to files: number of tiers
         self._orphans: set[int] = set()  # Those of them that the host has forgotten meanwhile
-        self._reserved: set[int] = set()  # Host blocks that are being filled from the disk
+        self._reserved: set[int] = set()  # Host blocks that are being filled from files
         self._saves_all = False  # Idle blocks are copied although enough blocks are available
         self.closed = False  # The tier has ended: no copies are made any more
 
@@ -179,23 +179,29 @@ class HostTier:
         """Forgets a saved partial block, if it is in the host."""
         self._drop([key])
 
-    # -- called by the disk tier --------------------------------------------------------------------------------------
+    # -- called by the file tiers -------------------------------------------------------------------------------------
 
     @property
     def max_lent(self) -> int:
-        """Host blocks that may be lent at once; twice as many may be reserved. The rest keeps copies possible."""
-        return self.num_host_blocks // 4
+        """Host blocks that may be lent to a tier at once. A quarter of all is never lent or reserved."""
+        return self.num_host_blocks // (4 * max(1, len(self.next_tiers)))
+
+    @property
+    def max_reserved(self) -> int:
+        """Host blocks that may be reserved at once, by all tiers together."""
+        return self.num_host_blocks // 2
 
     def lend(self, key: bytes) -> int:
         """Returns the host block of a saved block. It is not reused before `take_back`."""
         block = self._index[key]
-        self._lent.add(block)
+        self._lent[block] += 1
         return block
 
     def take_back(self, blocks: Sequence[int]) -> None:
         """Ends the loan of host blocks."""
-        self._lent.difference_update(blocks)
-        orphans = self._orphans.intersection(blocks)
+        self._lent.subtract(blocks)
+        self._lent = +self._lent  # without those that are back
+        orphans = {block for block in blocks if block in self._orphans and block not in self._lent}
         self._orphans -= orphans
         self._free += orphans
 
@@ -212,7 +218,7 @@ class HostTier:
         """Takes at most `count` host blocks to be filled; none of a queued copy, which is made after the filling."""
         copies = (*self._queue, *([] if self._copying is None else [self._copying]))
         used = {block for copy in copies for block in copy.host_blocks}
-        count = min(count, 2 * self.max_lent - len(self._reserved))
+        count = min(count, self.max_reserved - len(self._reserved))
         while len(self._free) < count and self._index:
             self._drop([next(iter(self._index))])
         taken = [block for block in self._free if block not in used][: max(0, count)]
@@ -284,8 +290,8 @@ class HostTier:
             self._copying = None
             if copy.host_load is None:
                 self._stats.saved += len(copy.blocks)
-                if self.disk_tier is not None:
-                    self.disk_tier.on_saved(self._kept_copies(copy))
+                for tier in self.next_tiers:
+                    tier.on_saved(self._kept_copies(copy))
             else:
                 self._stats.loaded += len(copy.blocks)
                 if error is not None:
@@ -333,8 +339,8 @@ class HostTier:
                 if copy is not None:
                     self._finish(copy, error)
             self.clear()
-            if self.disk_tier is not None:
-                self.disk_tier.on_host_closed()
+            for tier in tuple(self.next_tiers):
+                tier.on_host_closed()
             self._changed.notify_all()
 
     # -- the state as a whole -----------------------------------------------------------------------------------------
@@ -409,16 +415,15 @@ class HostTier:
             self._insert(key, self._cache.parent_hash(block) or NO_PARENT, host_blocks[block])
         self._on_stored(keys[::-1])
         self._queue.append(HostCopy(keys, blocks, [host_blocks[block] for block in blocks]))
-        if self.disk_tier is not None:
+        if self.next_tiers:
             self._queue_saves_of_ancestors(blocks)
 
     def _queue_saves_of_ancestors(self, blocks: Sequence[int]) -> None:
-        """Queues copies of the blocks before `blocks`, used or idle, that neither host nor disk has.
+        """Queues copies of the blocks before `blocks`, used or idle, that the host and a file tier lack.
 
-        The disk takes a block after its parent, and without this the first blocks of prompts, which are used most,
+        A file tier takes a block after its parent, and without this the first blocks of prompts, which are used most,
         would be the last to come.
         """
-        assert self.disk_tier is not None
         assert self.pin_for_read is not None
         hash_by_block, seen = self._cache.hash_by_block, set(blocks)
         missing: list[int] = []
@@ -428,7 +433,7 @@ class HostTier:
                 seen.add(ancestor)
                 key = hash_by_block[ancestor]
                 assert key is not None
-                if key in self.disk_tier:
+                if all(key in tier for tier in self.next_tiers):
                     break
                 if key not in self._index and ancestor not in self._cache.saving:
                     missing.append(ancestor)
@@ -478,5 +483,5 @@ class HostTier:
         self._stats.dropped += len(dropped)
         if hashes := [key for key in reversed(dropped) if len(key) == HASH_BYTES]:
             self._on_evicted(hashes)
-            if self.disk_tier is not None:
-                self.disk_tier.on_forgotten(hashes)
+            for tier in self.next_tiers:
+                tier.on_forgotten(hashes)

@@ -1,9 +1,10 @@
-"""The bytes of a segment, a file of the disk tier: its header, and the header before the content of each block.
+"""The bytes of a segment, a file of a file tier: its header, and the header before the content of each block.
 
     segment  | header: magic, version, block bytes, fingerprint, codec, CRC | record | record | ...      append-only
     record   | magic, length, hash, parent's hash, CRC of the content, CRC of this | content |
 
-Headers are little-endian, and padded with zeros. Each ends with a CRC-32 of the fields before it.
+Headers are little-endian, and padded with zeros. Each ends with a CRC-32 of the fields before it. A file of the shared
+tier is a segment with one record.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import zlib
 from typing import NamedTuple
 
 from common.block_hash import HASH_BYTES
+from engine.kv.tiers.cold_codec import BlockCodec
 
 VERSION = 1
 SEGMENT_SUFFIX = ".kv"
@@ -73,6 +75,33 @@ class RecordHeader(NamedTuple):
         parent = self.parent or _NO_PARENT
         head = _RECORD.pack(_RECORD_MAGIC, self.content_bytes, self.key, parent, self.content_crc)
         return _with_crc(head, RECORD_HEADER_BYTES)
+
+
+class RecordCoder:
+    """Makes the record of a block and takes it apart: the one place that encodes, decodes and checks a block."""
+
+    def __init__(self, block_bytes: int, codec: BlockCodec | None) -> None:
+        self.block_bytes, self.codec = block_bytes, codec
+        self.content_bytes = block_bytes if codec is None else codec.encoded_bytes  # Of a block in a file
+        self.record_bytes = RECORD_HEADER_BYTES + self.content_bytes
+
+    def encode(self, key: bytes, parent: bytes, block: memoryview) -> tuple[bytes, memoryview] | None:
+        """Returns the header and the content of a block's record; None if the codec cannot encode the block."""
+        content = block if self.codec is None else self.codec.encode(block)
+        return None if content is None else (RecordHeader.of(key, parent, content).encode(), content)
+
+    def content_target(self, block: memoryview) -> memoryview:
+        """Returns the memory into which the content of a record is read: `block` itself without a codec."""
+        return block if self.codec is None else memoryview(bytearray(self.content_bytes))
+
+    def decode(self, key: bytes, header: bytes | bytearray, content: memoryview, block: memoryview) -> bool:
+        """Fills `block`, unless it is `content`. Returns False if the record is damaged or of another block."""
+        record = RecordHeader.parse(header)
+        if record is None or record.key != key or record.content_crc != zlib.crc32(content):
+            return False
+        if self.codec is not None:
+            self.codec.decode(content, block)
+        return True
 
 
 def _with_crc(head: bytes, size: int) -> bytes:

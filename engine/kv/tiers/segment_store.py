@@ -17,21 +17,21 @@ import os
 import stat
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 from common.errors import describe
 from engine.kv.prefix_cache import HashesCallback
+from engine.kv.tiers.block_store import StoredBlock
 from engine.kv.tiers.cold_codec import BlockCodec
 from engine.kv.tiers.segment_format import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     SEGMENT_SUFFIX,
+    RecordCoder,
     RecordHeader,
     segment_header,
     segment_name,
@@ -47,16 +47,10 @@ SCAN_BATCH = 10_000  # Blocks that enter the index at once
 READ_THREADS = 8  # A CRC-32 runs at about 1 GB/s on one core, and an NVMe disk reads several GB/s
 
 
-class StoredBlock(NamedTuple):
-    """A block to append."""
-
-    key: bytes  # Its hash
-    parent: bytes  # Hash of the block before it; empty for the first block of a prompt
-    content: memoryview  # uint8 [block_bytes]
-
-
 class SegmentStore:
     """The segments of one directory, and the index of their blocks. Thread-safe; only one thread calls `append`."""
+
+    searches = False
 
     def __init__(
         self,
@@ -72,8 +66,8 @@ class SegmentStore:
         """Reads nothing yet: `scan` does."""
         self.directory, self.block_bytes, self.max_bytes = directory, block_bytes, max_bytes
         self.codec = codec
-        self.content_bytes = block_bytes if codec is None else codec.encoded_bytes  # Of a block in a file
-        self.record_bytes = RECORD_HEADER_BYTES + self.content_bytes
+        self._coder = RecordCoder(block_bytes, codec)
+        self.content_bytes, self.record_bytes = self._coder.content_bytes, self._coder.record_bytes
         self._segment_bytes = max(self.min_bytes(self.content_bytes) // MIN_SEGMENTS, self._segment_size())
         self._header = segment_header(block_bytes, fingerprint, "" if codec is None else codec.format)
         self._on_stored, self._on_evicted = on_stored, on_evicted
@@ -112,14 +106,18 @@ class SegmentStore:
         """Returns the length of the longest prefix of `hashes` in the index."""
         return sum(1 for _ in takewhile(self._index.places.__contains__, hashes))
 
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Returns what `match` returns, because the index has all blocks."""
+        return self.match(keys)
+
     def hashes(self) -> list[bytes]:
         """Returns the hashes of the index."""
         with self._lock:
             return list(self._index.places)
 
     @property
-    def has_doomed(self) -> bool:
-        """Whether files wait for their removal."""
+    def has_chores(self) -> bool:
+        """Whether `append` has work besides blocks: files wait for their removal."""
         return bool(self._doomed)
 
     def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> int:
@@ -158,19 +156,14 @@ class SegmentStore:
         """Returns whether the block came whole."""
         file, place, key = job
         header = bytearray(RECORD_HEADER_BYTES)
-        content = target if self.codec is None else memoryview(bytearray(self.content_bytes))
+        content = self._coder.content_target(target)
         try:
             if file is None or os.preadv(file, [header, content], place.offset) != self.record_bytes:
                 return False
         except OSError as error:
             log.warning("a KV block cannot be read from %s: %s", self.directory, describe(error))
             return False
-        record = RecordHeader.parse(header)
-        if record is None or record.key != key or record.content_crc != zlib.crc32(content):
-            return False
-        if self.codec is not None:
-            self.codec.decode(content, target)
-        return True
+        return self._coder.decode(key, header, content, target)
 
     def _drop_damaged(self, key: bytes, path: Path) -> None:
         with self._lock:
@@ -294,12 +287,12 @@ class SegmentStore:
                     break
                 if block.key in places or (block.parent and block.parent not in places):
                     continue
-                content = block.content if self.codec is None else self.codec.encode(block.content)
-                if content is None:
+                record = self._coder.encode(*block)
+                if record is None:
                     continue
                 file, segment = self._open_segment()
                 place = BlockPlace(segment.number, segment.size, block.parent)
-                self._write(file, segment, RecordHeader.of(block.key, block.parent, content).encode(), content)
+                self._write(file, segment, *record)
                 with self._lock:
                     if epoch == self.epoch and (not block.parent or block.parent in places):
                         self._index.insert(block.key, place)

@@ -1,11 +1,14 @@
-"""The third tier of the prefix cache: which host blocks are written to the disk, and which are read back for a prompt.
+"""A file tier of the prefix cache: which host blocks are written to files, and which are read back for a prompt.
 
-    pool  <-- host_copier.py -->  host tier  <-- disk_copier.py -->  files (segment_store.py)
+    pool  <-- host_copier.py -->  host tier  <-- file_copier.py -->  disk tier: files of this pod (segment_store.py)
+                                      ^
+                                      '--------- file_copier.py -->  shared tier: files of all pods (shared_store.py)
 
-This is policy only. The lock of the block pool guards it, and the two threads of disk_copier.py do the work.
+This is policy only, the same for both tiers. The lock of the block pool guards it, and two threads of file_copier.py do
+the work of each.
 
 A block is written once it is in the host, after the blocks before it; no request waits for that. A block that the host
-forgets earlier is not written. A prompt whose cached prefix goes on in a file waits for a *load* into the host, if
+forgets earlier is not written. A prompt whose cached prefix may go on in files waits for a *load* into the host, if
 reading takes less time than computing by the measured rates of both. Other sequences run meanwhile. Then the prompt is
 matched again, so a load that fails or comes late costs computing, and nothing else depends on it.
 """
@@ -20,24 +23,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.kv.prefix_cache import PrefixCache
+from engine.kv.tiers.block_store import BlockStore
+from engine.kv.tiers.file_load import FileLoad, ReadRate, saves_time
 from engine.kv.tiers.host_tier import NO_PARENT, HostTier
-from engine.kv.tiers.segment_store import SegmentStore
 
 MIN_HOST_BLOCKS = 16  # A smaller host tier has no room for blocks under way
 MAX_LOADS = 64  # Loads that wait for the thread; further prompts are computed
 WRITE_BATCH_BYTES = 64 << 20
 MAX_TRIES = 256  # Blocks that one search for a batch looks at
-RATE_DECAY = 0.9  # Each load multiplies the weight of older ones by this
-RATE_TTL_S = 60.0  # An older rate counts as unknown: a slow one would stop all loads, and so never be corrected
 WAIT_FACTOR, MIN_WAIT_S, MAX_WAIT_S = 4.0, 0.5, 10.0  # A prompt waits for a load for so many times its predicted time
 
 
 @dataclass(slots=True)
-class DiskTierStats:
-    """Counts of the disk tier, in blocks; all but the first three since the start."""
+class FileTierStats:
+    """Counts of a file tier, in blocks; all but the first three since the start."""
 
-    blocks: int  # On the disk
-    size: int  # Bytes of the files
+    blocks: int  # Known to be in files
+    size: int  # Bytes of the files, as far as is known
     max_size: int
     written: int = 0
     loaded: int = 0  # Read back into the host
@@ -46,51 +48,39 @@ class DiskTierStats:
     damaged: int = 0  # Blocks and ends of files that were cut or had a wrong checksum
     computed: int = 0  # Prompts whose blocks were not read because computing them is predicted to be faster
     late: int = 0  # Loads that a prompt did not wait for to the end
-    failures: int = 0  # Writes that failed, and ends of the tier by an error
-
-
-def saves_time(read_s: float, compute_s: float) -> bool:
-    """Returns whether blocks are read, not computed, by the predicted seconds of both; 0: unknown."""
-    return not (read_s and compute_s) or read_s < compute_s
+    failures: int = 0  # Reads and writes that failed, and ends of the tier by an error
+    searches: int = 0  # Loads that looked for blocks, if the store has no index
+    absent: int = 0  # Those of them that found none
 
 
 class HostWrite(NamedTuple):
-    """A host block to write to the disk."""
+    """A host block to write to a file."""
 
     key: bytes
     parent: bytes
     host_block: int
 
 
-class DiskLoad:
-    """Blocks on their way from the disk to the host. A prompt may use the cache once `done` is true."""
+class Pause:
+    """The time without work after an error. The first work after it is a trial."""
 
-    __slots__ = ("_ended", "expires_at", "host_blocks", "keys", "parent", "valid")
+    __slots__ = ("failing", "until")
 
-    def __init__(self, parent: bytes, keys: Sequence[bytes], host_blocks: Sequence[int], wait_s: float) -> None:
-        self.parent = parent  # Hash of the block before the first one
-        self.keys = keys  # Parents first
-        self.host_blocks = host_blocks
-        self.valid = True  # The cache was not reset since
-        self.expires_at = time.monotonic() + wait_s
-        self._ended = not keys
+    def __init__(self) -> None:
+        self.until = 0.0
+        self.failing = False  # The last work has failed
+
+    def begin(self, seconds: float) -> None:
+        """Starts a pause."""
+        self.until, self.failing = time.monotonic() + seconds, True
 
     @property
-    def done(self) -> bool:
-        """Whether the load has ended, or is late."""
-        return self._ended or time.monotonic() > self.expires_at
-
-    def end(self) -> bool:
-        """Ends the wait for this load. Returns whether it came in time."""
-        in_time = not self.done
-        self._ended = True
-        return in_time
+    def active(self) -> bool:
+        """Whether the pause has not ended."""
+        return time.monotonic() < self.until
 
 
-NO_LOAD = DiskLoad(NO_PARENT, (), (), 0.0)
-
-
-class DiskTier:
+class FileTier:
     """Decides what is written and read. The caller holds the lock, unless the method takes it."""
 
     def __init__(
@@ -98,22 +88,22 @@ class DiskTier:
         lock: threading.Lock,  # The lock of the block pool
         cache: PrefixCache,
         host_tier: HostTier,
-        store: SegmentStore,
+        store: BlockStore,
         block_size: int,  # Tokens
     ) -> None:
         self.store, self.block_size = store, block_size
         #: Predicts the seconds of computing prompt tokens; 0 while unknown, and then every load is worth it.
         self.compute_s: Callable[[int], float] = lambda _: 0.0
+        self.next_tier: FileTier | None = None  # Continues the loads of this one
         self._cache, self._host = cache, host_tier
-        self._stats = DiskTierStats(0, 0, store.max_bytes)
+        self._stats = FileTierStats(0, 0, store.max_bytes)
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # Blocks of the host to write, oldest first
         self._rewritten: set[bytes] = set()  # Blocks of the host that were written again: each is at most once
         self.write_epoch = 0  # Epoch of the store when the writes under way were chosen
         self._writing = self._reading = False
-        self._loads: deque[DiskLoad] = deque()  # Loads that wait, and the one under way, which is the first
-        self._read_bytes = self._read_s = 0.0  # Of the last loads, with decaying weights
-        self._measured_at = float("-inf")
-        self._paused_until = 0.0
+        self._loads: deque[FileLoad] = deque()  # Loads that wait, and the one under way, which is the first
+        self.rate = ReadRate()
+        self.writes, self.reads = Pause(), Pause()
         self._stop_at: float | None = None
         self._changed = threading.Condition(lock)
         self.closed = False
@@ -144,69 +134,97 @@ class DiskTier:
 
     # -- called for prompts -------------------------------------------------------------------------------------------
 
-    def load(self, hashes: Sequence[bytes], compute_s: Callable[[int], float] | None = None) -> DiskLoad:
+    def load(self, hashes: Sequence[bytes], compute_s: Callable[[int], float] | None = None) -> FileLoad:
         """Starts to read the blocks that follow the cached prefix of `hashes`, if that is faster than computing them.
 
-        Returns a load that is done if there is nothing to read. `compute_s` replaces the tier's own prediction. Takes
-        the lock.
+        The next tier continues the load. Returns a load that is done if there is nothing to read. `compute_s` replaces
+        the tiers' own prediction. Takes the lock.
         """
-        if self.closed or not hashes:
-            return NO_LOAD
+        load = FileLoad(hashes, compute_s)
         with self._changed:
-            device = len(self._cache.match(hashes))
-            held = device + self._host.match(hashes[device:])
-            keys = hashes[held : held + self.store.match(hashes[held:])]
-            if not keys or self.closed or self._host.closed:
-                return NO_LOAD
-            running = next((load for load in self._loads if load.valid and load.keys[0] == keys[0]), None)
-            if running is not None:
-                return running
-            read_s, needed_s = self.read_s(len(keys)), (compute_s or self.compute_s)(len(keys) * self.block_size)
-            if len(self._loads) >= MAX_LOADS or not saves_time(read_s, needed_s):
-                self._stats.computed += 1
-                return NO_LOAD
-            self._host.mark_used(hashes[device:held])
-            blocks = self._host.reserve(len(keys))
-            if not blocks:
-                return NO_LOAD
-            wait_s = min(MAX_WAIT_S, max(MIN_WAIT_S, WAIT_FACTOR * read_s))
-            load = DiskLoad(hashes[held - 1] if held else NO_PARENT, keys[: len(blocks)], blocks, wait_s)
-            self._loads.append(load)
-            self._changed.notify_all()
-            return load
+            self._start(load)
+        return load
+
+    def _start(self, load: FileLoad) -> None:
+        """Queues a load here, or at the next tier if there is nothing to gain here."""
+        if self._queue(load):
+            return
+        if self.next_tier is None:
+            load.end()
+        else:
+            self.next_tier._start(load)
+
+    def _queue(self, load: FileLoad) -> bool:
+        """Queues a load, or lets it follow one of the same blocks. Returns whether it did."""
+        if self.closed or self._host.closed or self.reads.active:
+            return False
+        hashes, held = load.hashes, self._num_held(load.hashes)
+        keys = hashes[held : held + min(self._host.max_reserved, self.store.match(hashes[held:]))]
+        if not keys:
+            return False
+        running = next((other for other in self._loads if other.valid and other.keys[0] == keys[0]), None)
+        if running is not None:
+            load.follow(running)
+            return True
+        if len(self._loads) >= MAX_LOADS or not self._saves_time(load, len(keys)):
+            self._stats.computed += 1
+            return False
+        load.set_range(held, keys, MIN_WAIT_S)
+        if not self.store.searches and not self._reserve(load):
+            return False
+        self._loads.append(load)
+        self._changed.notify_all()
+        return True
+
+    def _num_held(self, hashes: Sequence[bytes]) -> int:
+        """Returns the number of leading blocks in the pool and the host."""
+        device = len(self._cache.match(hashes))
+        return device + self._host.match(hashes[device:])
+
+    def _saves_time(self, load: FileLoad, blocks: int) -> bool:
+        """Returns whether a load of so many blocks, after those that wait, is faster than computing them."""
+        return saves_time(self.read_s(blocks), (load.compute_s or self.compute_s)(blocks * self.block_size))
+
+    def _reserve(self, load: FileLoad) -> bool:
+        """Takes host blocks for as much of a load as there is room for. Returns whether there are some."""
+        read_s = self.read_s(len(load.keys))
+        self._host.mark_used(load.hashes[len(self._cache.match(load.hashes[: load.held])) : load.held])
+        blocks = self._host.reserve(len(load.keys))
+        wait_s = min(MAX_WAIT_S, max(MIN_WAIT_S, WAIT_FACTOR * read_s))
+        load.set_range(load.held, load.keys[: len(blocks)], wait_s)
+        load.host_blocks = blocks
+        return bool(blocks)
 
     def read_s(self, blocks: int) -> float:
         """Returns the predicted seconds of a load that begins now; 0 while the rate is unknown."""
-        if not self._read_bytes or time.monotonic() - self._measured_at > RATE_TTL_S:
-            return 0.0
-        waiting = sum(len(load.keys) for load in self._loads)
-        return (waiting + blocks) * self.store.block_bytes * self._read_s / self._read_bytes
+        waiting = sum(len(load.host_blocks) for load in self._loads)
+        return self.rate.predict_s((waiting + blocks) * self.store.block_bytes)
 
     @property
     def read_rate(self) -> float:
         """Bytes of the pool per second of the last loads, with decoding; 0 before the first one. Any thread."""
-        return self._read_bytes / self._read_s if self._read_bytes else 0.0
+        return self.rate.bytes_per_s
 
     # -- called by the threads; they take the lock --------------------------------------------------------------------
 
     def next_writes(self) -> list[HostWrite] | None:
         """Waits for blocks to write, parents first; None after `stop`. `finish_writes` follows.
 
-        The list is empty if there are only files to remove.
+        The list is empty if the store has only chores.
         """
         with self._changed:
             while True:
                 now = time.monotonic()
                 if self.closed or (self._stop_at is not None and now >= self._stop_at):
                     return None
-                if now >= self._paused_until:
+                if not self.writes.active:
                     writes = self._choose_writes()
-                    if writes or self.store.has_doomed:
+                    if writes or self.store.has_chores:
                         self._writing = True
                         return writes
-                if self._stop_at is not None and not self._host.busy:
+                if self._stop_at is not None and (self.writes.until >= self._stop_at or not self._host.busy):
                     return None
-                paused_s = max(0.0, self._paused_until - now)
+                paused_s = max(0.0, self.writes.until - now)
                 left_s = None if self._stop_at is None else max(0.0, self._stop_at - now)
                 waits = [seconds for seconds in (paused_s or None, left_s) if seconds is not None]
                 self._changed.wait(min(waits, default=None))
@@ -247,31 +265,41 @@ class DiskTier:
         known = key in self.store or key in self._rewritten or key in incomplete
         return not known and self._host.parent_of(key) is not None
 
-    def finish_writes(self, writes: Sequence[HostWrite], written: int, *, pause_s: float = 0.0) -> None:
+    def finish_writes(
+        self, writes: Sequence[HostWrite], written: int, *, pause_s: float = 0.0, unreachable: bool = False
+    ) -> None:
         """Records that `written` of the blocks were written. pause_s: how long to write nothing after an error.
 
-        After the pause the blocks that the error has kept from the disk are written, if the host still has them.
+        After the pause the blocks that the error has kept from the files are written, if the host still has them. Files
+        that are `unreachable` are not read in that time either.
         """
         with self._changed:
             self._writing = False
             self._host.take_back([write.host_block for write in writes])
             if pause_s:
                 self._stats.failures += 1
-                self._paused_until = time.monotonic() + pause_s
+                self.writes.begin(pause_s)
+                if unreachable:
+                    self.reads.begin(pause_s)
                 missing = [write.key for write in writes if write.key not in self.store]
                 written = len(writes) - len(missing)
                 for key in reversed(missing):
                     if not self.closed and self._host.parent_of(key) is not None:
                         self._unwritten[key] = None
                         self._unwritten.move_to_end(key, last=False)
+            else:
+                self.writes.failing = False
             self._stats.written += written
             self._changed.notify_all()
 
-    def next_load(self) -> DiskLoad | None:
-        """Waits for a load; None after `stop`. `finish_load` follows. A load that is late already is left out."""
+    def next_load(self) -> FileLoad | None:
+        """Waits for a load; None after `stop`. `finish_load` follows. A load that is late already is left out.
+
+        If the store searches, the load has no host blocks yet, and `narrow` comes first.
+        """
         with self._changed:
             while not self.stopping:
-                while self._loads and not self._reading and self._loads[0].done:
+                while self._loads and not self._reading and (self._loads[0].done or self.reads.active):
                     self._end_load(self._loads.popleft(), 0)
                 if self._loads and not self._reading:
                     self._reading = True
@@ -279,32 +307,60 @@ class DiskTier:
                 self._changed.wait()
             return None
 
-    def finish_load(self, load: DiskLoad, intact: int, seconds: float) -> None:
-        """Records a load of which the first `intact` blocks came whole."""
+    def narrow(self, load: FileLoad, found: int) -> bool:
+        """Restricts the load under way to the first `found` of its blocks, and takes host blocks for them.
+
+        Returns False if nothing is to be read: `finish_load` follows at once. Takes the lock.
+        """
+        with self._changed:
+            self._stats.searches += 1
+            self._stats.absent += not found
+            if self.closed or load.done or not load.valid:
+                return False
+            held = self._num_held(load.hashes)
+            keys = load.keys[max(0, held - load.held) : found]
+            if held < load.held or not keys:  # the blocks before them have left the host, or have come meanwhile
+                return False
+            if not self._saves_time(load, len(keys)):
+                self._stats.computed += 1
+                return False
+            load.set_range(held, keys, MIN_WAIT_S)
+            return self._reserve(load)
+
+    def finish_load(self, load: FileLoad, intact: int, seconds: float, *, pause_s: float = 0.0) -> None:
+        """Records a load of which the first `intact` blocks came whole.
+
+        pause_s: how long to use no file after an error. The loads that wait end at once then.
+        """
         with self._changed:
             self._reading = False
+            if pause_s:
+                self._stats.failures += 1
+                self.reads.begin(pause_s)
+                self.writes.begin(pause_s)
+            elif intact or self.store.searches:
+                self.reads.failing = False
             if self.closed:
                 self._host.release_reserved(load.host_blocks)
             else:
                 self._loads.popleft()
                 self._end_load(load, intact)
-                self.observe_read(intact * self.store.block_bytes, seconds)
+                self.rate.observe(intact * self.store.block_bytes, seconds)
             self._changed.notify_all()
 
-    def _end_load(self, load: DiskLoad, intact: int) -> None:
+    def _end_load(self, load: FileLoad, intact: int) -> None:
+        """Gives what was read to the host, and the load to the next tier if its prompt still waits."""
         intact = intact if load.valid else 0
         self._host.release_reserved(load.host_blocks[intact:])
         self._stats.loaded += intact
         self._stats.decoded += 0 if self.store.codec is None else intact
         self._host.insert_filled(load.parent, load.keys[:intact], load.host_blocks[:intact])
-        self._stats.late += not load.end()
-
-    def observe_read(self, size: int, seconds: float) -> None:
-        """Records that reading `size` bytes of the pool, with decoding them, took so long."""
-        if size and seconds > 0:
-            self._read_bytes = RATE_DECAY * self._read_bytes + size
-            self._read_s = RATE_DECAY * self._read_s + seconds
-            self._measured_at = time.monotonic()
+        if load.done:
+            self._stats.late += 1
+        elif self.next_tier is not None and load.valid:
+            self.next_tier._start(load)
+            return
+        load.end()
 
     def on_restored(self, blocks: int) -> None:
         """Records the blocks that were found at the start. Takes the lock."""
@@ -334,7 +390,8 @@ class DiskTier:
                 self._end_load(load, 0)
         self._loads.clear()
         self._unwritten.clear()
-        self._host.disk_tier = None
+        if self in self._host.next_tiers:
+            self._host.next_tiers.remove(self)
         if failed:
             self._stats.failures += 1
             self.store.forget()  # else the prefix index would send prompts here for blocks that cannot be read
@@ -350,7 +407,8 @@ class DiskTier:
     @property
     def working(self) -> bool:
         """Whether blocks are read and written: no failure has ended the tier, and no error pauses it. Any thread."""
-        return not self.closed and time.monotonic() >= self._paused_until
+        trial = (self._writing and self.writes.failing) or (self._reading and self.reads.failing)
+        return not (self.closed or self.writes.active or self.reads.active or trial)
 
     @property
     def busy(self) -> bool:
@@ -358,7 +416,7 @@ class DiskTier:
         return self._writing or bool(self._unwritten) or bool(self._loads)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until host and disk tier have nothing to do; False after the timeout. Takes the lock."""
+        """Waits until the host tier and this one have nothing to do; False after the timeout. Takes the lock."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self.busy or self._host.busy), timeout_s)
 
@@ -371,6 +429,7 @@ class DiskTier:
         self.store.clear()
         self._changed.notify_all()  # the files are removed now
 
-    def stats(self) -> DiskTierStats:
+    def stats(self) -> FileTierStats:
+        """Returns the counts. Any thread."""
         self._stats.blocks, self._stats.size, self._stats.damaged = len(self.store), self.store.size, self.store.damaged
         return self._stats
