@@ -57,7 +57,7 @@ class GraphRecorder:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
-        """Makes the stream of the recordings current. It follows the current stream, which follows it after the block."""
+        """Makes the stream of the recordings current. It waits for the current stream, which then waits for it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

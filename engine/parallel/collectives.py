@@ -45,7 +45,7 @@ class Collectives:
     """The collectives of one of `size` ranks. The other ranks reach this machine at `host`.
 
     All ranks construct theirs at the same time, with `device` as the current device. one_shot: short vectors are summed
-    over peer memory; all ranks are GPUs of one machine.
+    and copied over peer memory; all ranks are GPUs of one machine.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class Collectives:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Copies the tensor of rank 0 into the tensors of the other ranks, which have the same shape and dtype."""
-        self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+        if self._one_shot is None or not self._one_shot.broadcast(tensor):
+            self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
 
     def abort(self) -> None:
         """Ends collectives that wait for a lost rank with an error. Any thread may call it."""

@@ -1,4 +1,4 @@
-"""All-reduce of short vectors over the peer memory of GPUs of one machine. This module needs triton at import."""
+"""All-reduce and broadcast of short vectors over the peer memory of one machine's GPUs. It needs triton at import."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from common.errors import ConfigError
-from engine.kernels.peer_reduce import BUFFER_BYTES, MAX_RANKS, one_shot_all_reduce, supports
+from engine.kernels.peer_reduce import BUFFER_BYTES, MAX_RANKS, one_shot_all_reduce, one_shot_broadcast, supports
 from engine.parallel.peer_memory import PeerBuffers
 
 
 class OneShotReduce:
-    """The buffers of a rank, and the kernel over them. Calls of all ranks come in the same order, on one stream."""
+    """The buffers of a rank, and the kernel over them. Calls of all ranks come in the same order, one after another."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
         if size > MAX_RANKS:
@@ -26,4 +26,11 @@ class OneShotReduce:
         if not supports(part):
             return False
         one_shot_all_reduce(part, self._buffers.addresses, self._rank, self._size)
+        return True
+
+    def broadcast(self, tensor: Tensor) -> bool:
+        """Copies the tensor of rank 0 and returns True; returns False for a tensor that is too long."""
+        if not supports(tensor):
+            return False
+        one_shot_broadcast(tensor, self._buffers.addresses, self._rank, self._size)
         return True

@@ -1,4 +1,4 @@
-"""Steps of several ranks from graphs give the tokens of one rank. The graphs and the ranks are fake_graphs' on a CPU."""
+"""Steps of several ranks from graphs give the tokens of one rank. `fake_graphs` has graphs and ranks on a CPU."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 16, "n
 MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {"host_cache": 1 << 20}),
-    "few blocks": ({}, {"num_blocks": 9}),
+    "fp8 KV and few blocks": ({}, {"kv_dtype": "fp8_e4m3", "num_blocks": 7}),
     "experts": (MOE, {"expert_parallel": True}),
 }
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_one_rank(
 ) -> None:
     config, options = CASES[case]
     model_dir = bare_model(tmp_path / "model", SMALL | config)
-    llm, alone = group(model_dir, **options), plain(model_dir)
+    llm, alone = group(model_dir, **options), plain(model_dir, kv_dtype=options.get("kv_dtype", "auto"))
     try:
         captured = [name for kind, name in messages if kind == "capture"]
         assert len(set(captured)) == len(captured) > 3
@@ -95,17 +95,17 @@ def test_tokens_are_those_of_one_rank(
         assert not kinds["device_step"] + kinds["capture"]
         assert {name for _, name in messages} <= set(captured)
         llm.engine.pool.check_integrity()
+        assert options.get("num_blocks") is None or llm.engine.scheduler.stats().preemptions
     finally:
         llm.engine.close()
     ranks.join()
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle", "ngram"])
+@pytest.mark.parametrize("kind", [pytest.param("draft_model", marks=pytest.mark.long), "eagle"])
 def test_drafts(kind: str, tmp_path: Path, messages: list[tuple[str, Any]], ranks: ThreadRanks) -> None:
     """Rank 0 alone drafts; the other ranks compute the drafts that it sends."""
     target = tiny_target(tmp_path / "target")
-    options = {"speculation": "ngram"} if kind == "ngram" else draft_settings(target, tmp_path)[kind]
-    options |= {"speculation_tokens": 2, "load_format": "auto"}
+    options = {**draft_settings(target, tmp_path)[kind], "speculation_tokens": 2, "load_format": "auto"}
     llm, alone = group(target, **options), plain(target, **options)
     try:
         for one in (llm.engine, alone.engine):
