@@ -16,6 +16,7 @@ half of launch n. All ranks add in one order, so all have the same bits. The ker
 
 from __future__ import annotations
 
+import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,6 +52,16 @@ def one_shot_all_reduce(part: Tensor, addresses: Tensor, rank: int, size: int) -
 def one_shot_broadcast(tensor: Tensor, addresses: Tensor, rank: int, size: int) -> None:
     """Replaces `tensor` by that of the rank SOURCE. The arguments are those of `one_shot_all_reduce`."""
     _launch(tensor, addresses, rank, size, source=SOURCE)
+
+
+def released_flags(epochs: np.ndarray) -> np.ndarray:
+    """Returns flags, int32 [MAX_PROGRAMS, MAX_RANKS], with which a rank waits for no rank in the next 2^30 launches.
+
+    epochs: int32 [MAX_PROGRAMS], the rank's epochs.
+    """
+    released = (epochs.astype(np.int64) + (1 << 30)).astype(np.int32)  # wraps around as the epochs do
+    flags: np.ndarray = np.repeat(released[:, None], MAX_RANKS, axis=1)
+    return flags
 
 
 def _launch(part: Tensor, addresses: Tensor, rank: int, size: int, *, source: int) -> None:

@@ -80,7 +80,9 @@ class Collectives:
             self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
 
     def abort(self) -> None:
-        """Ends collectives that wait for a lost rank with an error. Any thread may call it."""
+        """Ends collectives that wait for a lost rank. Results that were under way are wrong. Any thread may call it."""
+        if self._one_shot is not None:
+            self._one_shot.abort()
         if self._device.type == "cuda":
             self._group.abort()
 

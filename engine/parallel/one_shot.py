@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from common.errors import ConfigError
-from engine.kernels.peer_reduce import BUFFER_BYTES, MAX_RANKS, one_shot_all_reduce, one_shot_broadcast, supports
+from engine.kernels.peer_reduce import (
+    BUFFER_BYTES,
+    EPOCHS_OFFSET,
+    FLAGS_OFFSET,
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    one_shot_all_reduce,
+    one_shot_broadcast,
+    released_flags,
+    supports,
+)
 from engine.parallel.peer_memory import PeerBuffers
+
+ABORT_S = 10.0  # Other ranks may still overwrite flags for this time after the group has failed.
+ABORT_POLL_S = 0.1
 
 
 class OneShotReduce:
@@ -34,3 +51,15 @@ class OneShotReduce:
             return False
         one_shot_broadcast(tensor, self._buffers.addresses, self._rank, self._size)
         return True
+
+    def abort(self) -> None:
+        """Ends kernels that wait for a lost rank, with wrong results. Any thread may call it; it does not wait."""
+
+        def release() -> None:
+            until = time.monotonic() + ABORT_S
+            while time.monotonic() < until:
+                epochs = np.frombuffer(self._buffers.read(EPOCHS_OFFSET, 4 * MAX_PROGRAMS), dtype=np.int32)
+                self._buffers.write(FLAGS_OFFSET, released_flags(epochs).tobytes())
+                time.sleep(ABORT_POLL_S)
+
+        threading.Thread(target=release, name="end-sums", daemon=True).start()

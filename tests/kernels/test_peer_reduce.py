@@ -20,6 +20,7 @@ from engine.kernels.peer_reduce import (
     SOURCE,
     one_shot_all_reduce,
     one_shot_broadcast,
+    released_flags,
     supports,
 )
 
@@ -106,6 +107,17 @@ def test_vectors_of_different_lengths_never_share_a_half_with_the_launch_before(
         changed = [half for half in range(2) if not torch.equal(now[half], before[half])]
         assert changed == [launch % 2]
         assert (ranks.half(0, launch, torch.empty(count)) == launch + 1).all()
+
+
+def test_a_released_rank_waits_for_no_other_rank() -> None:
+    """Rank 1 is lost. The sums of rank 0 end."""
+    ranks = Ranks(2)
+    for before in (0, 2**31 - 2):
+        ranks.epochs(0)[:] = before
+        ranks.flags(0).copy_(torch.from_numpy(released_flags(ranks.epochs(0).numpy())))
+        for _ in range(3):
+            one_shot_all_reduce(torch.ones(2 * CHUNK), ranks.addresses, 0, 2)
+        assert ranks.epochs(0)[0] == (before + 3 + 2**31) % 2**32 - 2**31
 
 
 def test_long_and_strided_vectors_are_left_to_nccl() -> None:

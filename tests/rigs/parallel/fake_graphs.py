@@ -51,6 +51,11 @@ class FakeRecorder:
     def __init__(self, _device: torch.device) -> None:
         self.stream = contextlib.nullcontext
 
+    @staticmethod
+    def replaying() -> bool:
+        """Whether this thread replays a graph."""
+        return getattr(_replaying, "now", False)
+
     def record(self, compute: Callable[[], Any]) -> tuple[FakeGraph, Any]:
         output = compute()
         return FakeGraph(compute, output), output
@@ -120,7 +125,7 @@ def fake_graphs() -> Iterator[list[tuple[str, Any]]]:
     announce = LeaderGraphs.announce
 
     def announce_once(self: LeaderGraphs, step: DeviceStep) -> None:
-        if not getattr(_replaying, "now", False):
+        if not FakeRecorder.replaying():
             messages.append(("device_step", step) if self._capturing is None else ("capture", self._capturing))
             announce(self, step)
 
