@@ -1,7 +1,7 @@
 """Measures tensor parallelism on two GPUs of one machine: decode steps, sums over ranks, and a hand-off to two ranks.
 
     python benchmarks/tp.py --out benchmarks/results/tp-h200x2.json
-    python benchmarks/tp.py --only decode --engine tensor_parallel_reduce=one_shot
+    python benchmarks/tp.py --only decode --graphs on --engine tensor_parallel_reduce=one_shot
 
 The models have the shapes of Llama-3.1-8B (bf16) and Llama-3.1-70B (weights fp8) with random weights. `--shape tiny`
 checks on a CPU that the script works; its ranks are processes.
@@ -36,8 +36,11 @@ METRICS = """
 Metrics:
 
 - decode_ms_RxC: median time between the results of steps that decode R rows with a mean context of C tokens, 8B shape
-  on two ranks. one_decode_ms_RxC: the same on one rank.
-- fp8_70b_decode_ms_1x128: as decode_ms_1x128 for the 70B shape with fp8 weights.
+  on two ranks, launched layer by layer. graph_decode_ms_RxC: the same from CUDA graphs of both ranks
+  (tensor_parallel_graphs). one_decode_ms_RxC: the same on one rank, from graphs.
+- replay_ms_RxC: time of one step if its graph is replayed many times, without the host's work between steps.
+- mixed_ms, graph_mixed_ms: median time between results of steps in which 8 rows decode beside prompts of 200 tokens.
+- fp8_70b_decode_ms_1x128, graph_fp8_70b_decode_ms_1x128: as decode_ms_1x128 for the 70B shape with fp8 weights.
 - sum_us_N: time of one sum of N bytes over two ranks, by NCCL; one_shot_us_N: by the kernel over peer memory, 100 sums
   in a row. A wrong sum ends the benchmark.
 - exposed_ms_tpB: median exposed time of a hand-off of 4,096 tokens from one rank to B ranks. Prefill shares GPU 0 with
