@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 import torch
@@ -183,14 +184,18 @@ class TensorParallelBuilder(EngineBuilder):
         Rank 0 connects on a thread of its own: it would wait TIMEOUT_S for a rank that has ended.
         """
         rank_group, device, size = self._rank_group, self._device, self.shard.size
-        host, one_shot = rank_group.host, self._config.tensor_parallel_reduce == "one_shot"
+        host, config = rank_group.host, self._config
+        options: dict[str, Any] = {
+            "one_shot": config.tensor_parallel_reduce == "one_shot",
+            "graphs": config.tensor_parallel_graphs,
+        }
         store, port = open_store(host)
         connected: Future[Collectives] = Future()
 
         def connect() -> None:
             try:
                 make_current(device)
-                connected.set_result(Collectives(store, 0, size, device, host, one_shot=one_shot))
+                connected.set_result(Collectives(store, 0, size, device, host, **options))
             except BaseException as error:
                 connected.set_exception(error)
 
@@ -198,7 +203,7 @@ class TensorParallelBuilder(EngineBuilder):
             if connected.done() and (error := connected.exception()) is not None:
                 raise rank_group.fail(f"rank 0 cannot connect to the other ranks: {describe(error)}") from error
 
-        rank_group.send("connect", size=size, store=port, host=host, one_shot=one_shot)
+        rank_group.send("connect", size=size, store=port, host=host, **options)
         threading.Thread(target=connect, name="connect-ranks", daemon=True).start()
         rank_group.receive(check)
         wait([connected], TIMEOUT_S)  # the other ranks are connected, so rank 0 nearly is

@@ -143,7 +143,7 @@ class Rank:
         fields = message.fields
         store = join_store(fields["host"], fields["store"])
         place = self._rank, fields["size"], self._device, self._channel.host
-        self._collectives = Collectives(store, *place, one_shot=fields["one_shot"])
+        self._collectives = Collectives(store, *place, one_shot=fields["one_shot"], graphs=fields["graphs"])
 
     @torch.inference_mode()
     def _load(self, message: RankMessage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,10 @@ from common.types import SamplingParams
 from engine.llm import LLM
 from engine.parallel import graphs
 from engine.speculation.controller import AlwaysDraft
+from tests.lora.lora_rig import answers, make_llm, make_oracle
 from tests.rigs.engine.bare_model import LLAMA, bare_model
 from tests.rigs.engine.draft_models import draft_settings, tiny_target
+from tests.rigs.engine.tiny_models import tiny_prompt
 from tests.rigs.parallel.fake_graphs import fake_graphs
 from tests.rigs.parallel.thread_ranks import ThreadRanks, thread_ranks
 
@@ -69,7 +72,7 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 16, "n
 MOE |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {"host_cache": 1 << 20}),
-    "fp8 KV and few blocks": ({}, {"kv_dtype": "fp8_e4m3", "num_blocks": 7}),
+    "fp8 KV and few blocks": ({}, {"kv_dtype": "fp8_e4m3", "num_blocks": 5}),
     "experts": (MOE, {"expert_parallel": True}),
 }
 
@@ -123,6 +126,45 @@ def test_drafts(kind: str, tmp_path: Path, messages: list[tuple[str, Any]], rank
     finally:
         llm.engine.close()
     ranks.join()
+
+
+def test_steps_with_adapters_run_layer_by_layer(
+    tmp_path: Path, messages: list[tuple[str, Any]], ranks: ThreadRanks
+) -> None:
+    """The other steps of the same engine run from graphs. All answers are those of merged models."""
+    oracle = make_oracle(tmp_path, {"model_type": "llama", "num_hidden_layers": 1}, {"all": {"seed": 1}})
+    own: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_graphs": True, "overlap": True}
+    llm = make_llm(oracle, **own, max_seqs=2, chunk_tokens=8, max_model_len=32, num_blocks=40)
+    try:
+        llm.engine.runner.capture()
+        for names, replays in (([None, None], True), (["all", None], False), (["all", "all"], False)):
+            del messages[:]
+            prompts = [tiny_prompt(n, seed=n) for n in (5, 9)]
+            for name, completion in zip(names, answers(llm, names, prompts, max_tokens=4), strict=True):
+                oracle.check(completion, name)
+            assert {kind for kind, _ in messages} <= {"replay"}
+            assert bool(messages) == replays or names == ["all", None]
+    finally:
+        llm.engine.close()
+    ranks.join()
+
+
+def test_a_rank_that_never_ends_its_capture_ends_the_start(
+    tmp_path: Path, messages: list[tuple[str, Any]], ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, capture = threading.Event(), graphs.RankGraphs.capture
+
+    def hang(self: graphs.RankGraphs, message: Any) -> None:
+        capture(self, message)
+        release.wait(30.0)
+
+    monkeypatch.setattr(graphs.RankGraphs, "capture", hang)
+    monkeypatch.setattr(graphs, "CAPTURE_S", 0.2)
+    with pytest.raises(InternalError, match=r"ranks \[1\] sent no answer within 0.2 s"):
+        group(bare_model(tmp_path / "model", SMALL))
+    release.set()
+    ranks.threads[0].join(30.0)
+    assert [kind for kind, _ in messages].count("capture") == 1
 
 
 def test_a_rank_that_fails_while_it_captures_ends_the_start(

@@ -57,8 +57,18 @@ class Result(TypedDict):
 class OneCardCollectives(Collectives):
     """The collectives of ranks on one card."""
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device, host: str, *, one_shot: bool) -> None:
-        super().__init__(store, rank, size, torch.device("cpu"), host)
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        host: str,
+        *,
+        one_shot: bool = False,
+        graphs: bool = False,
+    ) -> None:
+        super().__init__(store, rank, size, torch.device("cpu"), host, graphs=graphs)
         assert one_shot
         self._one_shot = OneShotReduce(store, rank, size, device)
 
