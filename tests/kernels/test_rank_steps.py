@@ -74,6 +74,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({}, {"host_cache": 1 << 20}),
     "fp8 KV and few blocks": ({}, {"kv_dtype": "fp8_e4m3", "num_blocks": 5}),
     "experts": (MOE, {"expert_parallel": True}),
+    "four ranks": ({}, {"tensor_parallel_size": 4}),
 }
 
 
