@@ -17,17 +17,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from common.errors import InternalError, describe
 from common.process.rank_channel import RankMessage
+from engine.adapters.rows import StepAdapters
 from engine.attention.triton_backend import DecodeRows, TritonMetadata
 from engine.cuda_graphs import Graph, GraphRecorder
 from engine.device import ALIGNMENT, out_of_memory_message
+from engine.models.base import ForwardContext
 from engine.parallel.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from engine.adapters.triton_rows import TritonRows
 
 CAPTURE_S = 120.0  # Longest wait for the graphs of the other ranks after rank 0 has recorded its own.
 _WORDS = ALIGNMENT // 4  # Parts of a buffer begin at multiples of this: kernels are compiled for aligned addresses.
@@ -42,11 +47,16 @@ class DeviceStep(NamedTuple):
     width: int  # Entries of a block table.
     max_new: int  # Max tokens of a row of the split-KV kernel; 0: the step has no such rows.
     tiles: int  # Numbers of the list of tiles of the prefill kernel; 0: the split-KV kernel has all rows.
+    adapter_tiles: int = 0  # Numbers of the adapters' tiles over all tokens; 0: no row has an adapter.
+    result_tiles: int = 0  # Numbers of the adapters' tiles over `results`; 0: those of the tokens.
 
     def part_sizes(self) -> list[int]:
         """Returns the sizes of the parts of the buffer, in numbers without padding. `DeviceNumbers` names the parts."""
         sizes = [self.tokens] * 3 + [self.rows + 1, self.rows, self.rows * self.width, self.results or 0, self.tiles]
-        return sizes + ([self.rows + 1, self.rows] if self.tiles and self.max_new else [0, 0])
+        sizes += [self.rows + 1, self.rows] if self.tiles and self.max_new else [0, 0]
+        sizes += [self.tokens if self.adapter_tiles else 0, self.adapter_tiles]
+        sizes += [self.results or 0, self.result_tiles] if self.result_tiles else [0, 0]
+        return sizes
 
     def empty_buffer(self, device: torch.device) -> Tensor:
         """Allocates a buffer for the numbers of the step, int32."""
@@ -73,6 +83,10 @@ class DeviceNumbers(NamedTuple):
     tiles: Tensor
     decode_cu_q: Tensor  # [R + 1], for the split-KV kernel of a step with tiles
     decode_lens: Tensor  # [R]
+    adapter_order: Tensor  # [T], as in `TritonRows`
+    adapter_tiles: Tensor
+    result_order: Tensor
+    result_tiles: Tensor
 
     def metadata(self, step: DeviceStep, attention: Any) -> TritonMetadata:
         """Makes the attention's metadata of the step; a graph can record it. attention: a `TritonAttention`."""
@@ -87,7 +101,12 @@ class DeviceNumbers(NamedTuple):
 
 
 def pack_device_step(
-    tokens: Tensor, positions: Tensor, results: Tensor | None, metadata: TritonMetadata, filler: Tensor
+    tokens: Tensor,
+    positions: Tensor,
+    results: Tensor | None,
+    metadata: TritonMetadata,
+    adapters: StepAdapters | None,
+    filler: Tensor,
 ) -> tuple[DeviceStep, Tensor]:
     """Packs the inputs of `Model.forward` for the other ranks. A graph can record it.
 
@@ -97,6 +116,7 @@ def pack_device_step(
     rows = listed or decode
     assert rows is not None
     tiles = None if listed is None else listed.tiles
+    adapted, adapted_results = _rows_of(adapters)
     step = DeviceStep(
         tokens=len(tokens),
         results=None if results is None else len(results),
@@ -104,14 +124,24 @@ def pack_device_step(
         width=metadata.tables.shape[1],
         max_new=0 if decode is None else decode.max_new,
         tiles=0 if tiles is None else len(tiles),
+        adapter_tiles=len(adapted[1]) if adapted else 0,
+        result_tiles=len(adapted_results[1]) if adapted_results else 0,
     )
     decode_rows = (None, None) if tiles is None or decode is None else (decode.cu_q, decode.seq_lens)
     parts = tokens, positions, metadata.slot_mapping, metadata.cu_q, rows.seq_lens, metadata.tables, results, tiles
     pieces: list[Tensor] = []
-    for part in (*parts, *decode_rows):
+    for part in (*parts, *decode_rows, *adapted, *adapted_results):
         if part is not None:
             pieces += [part.reshape(-1).int(), filler[: _padded(part.numel()) - part.numel()]]
     return step, torch.cat([piece for piece in pieces if len(piece)])
+
+
+def _rows_of(adapters: StepAdapters | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Returns order and tiles of the tokens and of the results. Empty: there are no adapters, or they are the same."""
+    if adapters is None:
+        return (), ()
+    tokens, results = cast("TritonRows", adapters.tokens), cast("TritonRows", adapters.results)
+    return (tokens.order, tokens.tiles), () if results is tokens else (results.order, results.tiles)
 
 
 class LeaderGraphs:
@@ -124,10 +154,10 @@ class LeaderGraphs:
         self._asked = False  # The other ranks record that graph too.
 
     def pack(
-        self, tokens: Tensor, positions: Tensor, results: Tensor | None, metadata: TritonMetadata
+        self, tokens: Tensor, positions: Tensor, context: ForwardContext, results: Tensor | None
     ) -> tuple[DeviceStep, Tensor]:
-        """Has the meaning of `pack_device_step`."""
-        return pack_device_step(tokens, positions, results, metadata, self._filler)
+        """Packs the arguments of `Model.forward` with `pack_device_step`."""
+        return pack_device_step(tokens, positions, results, context.metadata, context.adapters, self._filler)
 
     @contextmanager
     def running(self, step: DeviceStep) -> Iterator[None]:
@@ -183,17 +213,20 @@ class LeaderGraphs:
 class RankGraphs:
     """The graphs of another rank. They share one memory pool, because nothing reads their outputs.
 
-    `compute` queues the layers of a device step.
+    `compute` queues the layers of a device step. `wait` lets the stream wait for copies to adapter slots.
     """
 
-    def __init__(self, device: torch.device, compute: Callable[[DeviceStep], None]) -> None:
-        self._device, self._compute = device, compute
+    def __init__(self, device: torch.device, compute: Callable[[DeviceStep], None], wait: Callable[[], object]) -> None:
+        self._device, self._compute, self._wait = device, compute, wait
         self._recorder: GraphRecorder | None = None  # None before the first capture.
-        self._graphs: dict[str, Graph] = {}
+        self._graphs: dict[str, tuple[Graph, DeviceStep]] = {}
 
     def run(self, message: RankMessage) -> None:
         """Computes a step kernel by kernel."""
-        self._compute(_step_of(message))
+        step = _step_of(message)
+        if step.adapter_tiles:
+            self._wait()
+        self._compute(step)
 
     def capture(self, message: RankMessage) -> None:
         """Records a graph, in place of an earlier one of the same name."""
@@ -202,14 +235,18 @@ class RankGraphs:
         name, step = message.fields["name"], _step_of(message)
         self._graphs.pop(name, None)
         with self._recorder.stream():
-            self._graphs[name], _ = self._recorder.record(lambda: self._compute(step))
+            graph, _ = self._recorder.record(lambda: self._compute(step))
+        self._graphs[name] = graph, step
 
     def replay(self, message: RankMessage) -> None:
         """Queues a graph. Raises InternalError if there is none of this name."""
         name = message.fields["name"]
         if name not in self._graphs:
             raise InternalError(f"this rank has no graph {name!r}: it has {sorted(self._graphs) or 'none'}")
-        self._graphs[name].replay()
+        graph, step = self._graphs[name]
+        if step.adapter_tiles:
+            self._wait()
+        graph.replay()
 
 
 def _step_of(message: RankMessage) -> DeviceStep:

@@ -94,8 +94,7 @@ class MirroredModel:
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         if context.metadata.step is None:
-            assert context.adapters is None, "steps with adapters have their shape on the host"
-            step, numbers = self.graphs.pack(tokens, positions, rows, context.metadata)
+            step, numbers = self.graphs.pack(tokens, positions, context, rows)
             with self.graphs.running(step):
                 self._collectives.broadcast(numbers)
                 return self.local.forward(tokens, positions, context, rows)

@@ -78,7 +78,7 @@ class Rank:
         self._kv: KVPool | None = None
         self._cache: tuple[LayerKV, ...] = ()
         self._attention: AttentionBackend[Any] | None = None
-        self._graphs = RankGraphs(self._device, self._compute)
+        self._graphs = self._new_graphs()
 
     def run(self) -> None:
         """Runs the messages of rank 0 until it sends "stop". Raises Unavailable if rank 0 has ended.
@@ -160,7 +160,9 @@ class Rank:
 
     def _create_pool(self, message: RankMessage) -> None:
         self._kv, self._cache, self._attention = None, (), None  # frees the memory of the old pool
-        self._graphs = RankGraphs(self._device, self._compute)  # the old graphs read the old pool
+        self._graphs = RankGraphs(
+            self._device, self._compute, self._adapters.wait_for_copies
+        )  # the old graphs read the old pool
         assert self._model is not None
         layout = KVLayout(**message.fields["layout"]).of_rank(self._rank)
         self._kv = kv = KVPool(layout, message.fields["num_blocks"], self._device)
@@ -171,6 +173,9 @@ class Rank:
         score: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap}
         self._attention = kind(self._cache, spec.num_heads, spec.windows, kv.dummy_block, **score)
         self._on_pool(kv)
+
+    def _new_graphs(self) -> RankGraphs:
+        return RankGraphs(self._device, self._compute, self._adapters.wait_for_copies)
 
     def _open_host_tier(self, message: RankMessage) -> None:
         assert self._kv is not None
@@ -211,7 +216,8 @@ class Rank:
         packed = step.empty_buffer(self._device)
         self._collectives.broadcast(packed)
         numbers = step.unpack(packed)
-        context = ForwardContext(self._cache, self._attention, numbers.metadata(step, self._attention))
+        metadata, adapters = numbers.metadata(step, self._attention), self._adapters.of_device_step(step, numbers)
+        context = ForwardContext(self._cache, self._attention, metadata, adapters=adapters)
         rows = None if step.results is None else numbers.results.long()
         self._model.forward(numbers.tokens.long(), numbers.positions.long(), context, rows)
 

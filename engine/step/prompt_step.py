@@ -152,8 +152,6 @@ class PromptStep:
         count, num_hidden = len(plan.tokens), len(plan.hidden_indices)
         num_decodes = len(scheduled) - len(plan.prefill_rows)
         chunks = scheduled[num_decodes:]
-        if plan.adapter_slots is not None and self._token_adapters is None:
-            return None
         if count > self._sizes[-1] or len(scheduled) > self._max_rows or any(entry.is_decode for entry in chunks):
             return None
         if sum(entry.num_new * (entry.start + entry.num_new) for entry in chunks) > MAX_SCORES:

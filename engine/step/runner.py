@@ -49,7 +49,6 @@ from engine.step.step_tensors import (
     plan_step,
     token_positions,
     upload_inputs,
-    uses_adapters,
 )
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class ModelRunner:
         draft_model: DraftModel | None = None,  # A draft model with its KV in the same pool
         adapters: AdapterSlots | None = None,  # None: no sequence has one
         states: StatePool | None = None,  # The recurrent states; None: the model has none. Then no `PromptStep` is made
-        mirror: GraphMirror | None = None,  # The other ranks; None: there are none. Their graphs have no adapters
+        mirror: GraphMirror | None = None,  # The other ranks; None: there are none
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache, self._device = kv.layers(), kv.data.device
@@ -103,7 +102,6 @@ class ModelRunner:
             sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection
         )
         self._adapters, self._mirror = adapters, mirror
-        graph_adapters = adapters if mirror is None else None
         self._states = None if states is None else StateTable(states, max_seqs, fused=model.capturable)
         self._last_bucket: DecodeBucket | None = None  # Bucket of the last launched step, if that was a DecodeStep
         self._max_seq_drafts, self._draft = max_seq_drafts, draft_model
@@ -128,7 +126,7 @@ class ModelRunner:
                 max_seq_drafts=max_seq_drafts,
                 max_drafts=max_drafts,
                 draft_model=draft_model,
-                adapters=graph_adapters,
+                adapters=adapters,
                 states=self._states,
                 mirror=mirror,
             )
@@ -145,7 +143,7 @@ class ModelRunner:
                     max_seq_drafts=max_seq_drafts,
                     max_drafts=max_drafts,
                     draft_model=draft_model,
-                    adapters=graph_adapters,
+                    adapters=adapters,
                     mirror=mirror,
                 )
         self.draft_loop: DraftLoop | None = None
@@ -198,8 +196,7 @@ class ModelRunner:
         self._zero_new_blocks(scheduled)
         self._last_bucket = None
         is_plain = self._is_plain(scheduled)
-        layered = self._mirror is not None and self._adapters is not None and uses_adapters(scheduled)
-        if self.decode_step is not None and is_plain and not layered and self.decode_step.fits(scheduled):
+        if self.decode_step is not None and is_plain and self.decode_step.fits(scheduled):
             step = self._launch_decode(self.decode_step, scheduled)
         else:
             step = self._launch_prompts(scheduled, is_plain, on_layer)

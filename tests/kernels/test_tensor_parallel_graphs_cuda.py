@@ -16,8 +16,10 @@ pytest.importorskip("triton")
 
 from common.types import SamplingParams
 from engine.llm import LLM
+from tests.lora.lora_rig import save_adapter
 from tests.rigs.engine.bare_model import LLAMA, bare_model
-from tests.rigs.parallel.one_card import PARAMS, PROMPTS, Result
+from tests.rigs.engine.tiny_models import save_reference
+from tests.rigs.parallel.one_card import PARAMS, PROMPTS, Result, answer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -40,13 +42,12 @@ ON_TWO: dict[str, dict[str, Any]] = {
 }
 
 
-def one_rank(model_dir: Path, **options: Any) -> list[list[int]]:
+def one_rank(model_dir: Path, adapter: str | None = None, **options: Any) -> list[list[int]]:
     """Returns the tokens of one rank, layer by layer."""
     own: dict[str, Any] = {"device": "cuda", "dtype": "float32", "load_format": "dummy", "cuda_graphs": False}
     own |= {"max_seqs": 4, "chunk_tokens": 64, "prompt_step_tokens": 64, "block_size": 16, "num_blocks": 64}
     llm = LLM(model_dir, max_model_len=256, **(own | options))
-    answers = [[[*p, *extra] for p in PROMPTS] for extra in ([], [9])]
-    return [done.ids for asked in answers for done in llm.generate(asked, PARAMS, ignore_eos=True)]
+    return answer(llm, adapter)
 
 
 def on_one_card(model_dir: Path, options: dict[str, Any], *more: str) -> Result:
@@ -68,6 +69,18 @@ def test_two_ranks_on_one_card(case: str, tmp_path: Path) -> None:
     found = on_one_card(model_dir, {**options, "tensor_parallel_graphs": True})
     assert found["ids"] == expected
     assert min(found["graphs"]) > 2
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_adapters_on_one_card(tmp_path: Path) -> None:
+    """Graphs of both ranks read the slots of their own parts."""
+    model = save_reference(tmp_path / "model", {"model_type": "llama", "hidden_size": 256, "head_dim": 64})
+    adapter = str(save_adapter(tmp_path / "adapter", model, seed=1))
+    options: dict[str, Any] = {"load_format": "auto", "max_adapters": 2, "max_adapter_rank": 16}
+    expected = one_rank(tmp_path / "model", adapter, **options)
+    assert expected != one_rank(tmp_path / "model", **options)
+    found = on_one_card(tmp_path / "model", {**options, "adapter": adapter, "tensor_parallel_graphs": True})
+    assert found["ids"] == expected
 
 
 @pytest.mark.timeout(2 * LIMIT_S)

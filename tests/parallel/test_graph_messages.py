@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.errors import InternalError
 from common.process.rank_channel import RankMessage
+from engine.adapters.rows import StepAdapters
 from engine.attention.triton_backend import DecodeRows, RowSpan, TritonMetadata
 from engine.cuda_graphs import CudaGraphs
 from engine.parallel.graphs import CAPTURE_S, DeviceStep, LeaderGraphs, RankGraphs, pack_device_step
@@ -37,6 +38,13 @@ class Attention:
         return TritonMetadata(slots, cu_q, tables, span, {}, (listed,), ())
 
 
+class AdapterNumbers(NamedTuple):
+    """Order and tiles, as `TritonRows` has them."""
+
+    order: Tensor
+    tiles: Tensor
+
+
 def metadata_of(tokens: int, rows: int, width: int, max_new: int, tiles: int, draw: Callable[[int], Tensor]) -> Any:
     shape = draw(tokens), draw(rows + 1), draw(rows), draw(rows * width).view(rows, width)
     if not tiles:
@@ -53,10 +61,18 @@ def metadata_of(tokens: int, rows: int, width: int, max_new: int, tiles: int, dr
     width=st.integers(1, 6),
     max_new=st.integers(0, 8),
     tiles=st.integers(0, 7),
+    adapters=st.none() | st.tuples(st.integers(1, 9), st.none() | st.integers(1, 9)),
     seed=st.integers(0, 99),
 )
 def test_a_buffer_keeps_the_numbers_of_a_step(
-    tokens: int, results: int | None, rows: int, width: int, max_new: int, tiles: int, seed: int
+    tokens: int,
+    results: int | None,
+    rows: int,
+    width: int,
+    max_new: int,
+    tiles: int,
+    adapters: tuple[int, int | None] | None,
+    seed: int,
 ) -> None:
     random = torch.Generator().manual_seed(seed)
 
@@ -66,7 +82,13 @@ def test_a_buffer_keeps_the_numbers_of_a_step(
     max_new = max_new if tiles else max(1, max_new)
     metadata = metadata_of(tokens, rows, width, max_new, tiles, draw)
     ids, positions, asked = draw(tokens).long(), draw(tokens), None if results is None else draw(results).long()
-    step, packed = pack_device_step(ids, positions, asked, metadata, torch.zeros(4, dtype=torch.int32))
+    adapted, own_results = None, False
+    if adapters is not None:
+        of_tokens = AdapterNumbers(draw(tokens), draw(3 * adapters[0]))
+        own_results = asked is not None and adapters[1] is not None
+        of_results = AdapterNumbers(draw(results or 0), draw(3 * (adapters[1] or 0))) if own_results else None
+        adapted = StepAdapters(of_tokens, of_results)  # type: ignore[arg-type]
+    step, packed = pack_device_step(ids, positions, asked, metadata, adapted, torch.zeros(4, dtype=torch.int32))
     assert (packed.dtype, packed.shape) == (torch.int32, step.empty_buffer(CPU).shape)
     told = DeviceStep(*list(step))  # as JSON carries it
     numbers = told.unpack(packed)
@@ -80,10 +102,18 @@ def test_a_buffer_keeps_the_numbers_of_a_step(
     assert (metadata.decode is None) == (there.decode is None)
     if metadata.decode is not None:
         spans.append((metadata.decode, there.decode))
-    for ours, theirs in spans:
-        assert ours.max_new == theirs.max_new
-        pairs += [(ours.cu_q, theirs.cu_q), (ours.seq_lens, theirs.seq_lens)]
-        pairs += [] if ours.tiles is None else [(ours.tiles, theirs.tiles)]
+    for mine, theirs in spans:
+        assert mine.max_new == theirs.max_new
+        pairs += [(mine.cu_q, theirs.cu_q), (mine.seq_lens, theirs.seq_lens)]
+        pairs += [] if mine.tiles is None else [(mine.tiles, theirs.tiles)]
+    assert bool(told.adapter_tiles) == (adapted is not None)
+    assert bool(told.result_tiles) == own_results
+    if adapted is not None:
+        ours = cast("AdapterNumbers", adapted.tokens)
+        pairs += [(ours.order, numbers.adapter_order), (ours.tiles, numbers.adapter_tiles)]
+    if adapted is not None and own_results:
+        ours = cast("AdapterNumbers", adapted.results)
+        pairs += [(ours.order, numbers.result_order), (ours.tiles, numbers.result_tiles)]
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -92,7 +122,7 @@ class LateRank:
 
     def __init__(self, failing: str | None = None) -> None:
         self.inbox, self.log, self.failing = deque[RankMessage](), list[Any](), failing
-        self.graphs = RankGraphs(CPU, self.log.append)
+        self.graphs = RankGraphs(CPU, self.log.append, lambda: self.log.append("waits"))
 
     def handle(self, count: int) -> int:
         """Handles messages. Returns the number of answers."""
@@ -251,6 +281,16 @@ def test_rank_0_without_memory_for_a_graph_raises_what_names_the_remedy(monkeypa
     with pytest.raises(torch.OutOfMemoryError, match=r"the decode graph of 1 \(1 of 1\) found 1 MiB of"):
         leader.do("capture", "decode", 1)
     assert group.failure is not None
+
+
+def test_steps_with_adapters_wait_for_the_copies_to_slots() -> None:
+    rank = LateRank()
+    plain, adapted = DeviceStep(1, None, 1, 1, 1, 0), DeviceStep(1, None, 1, 1, 1, 0, 3, 0)
+    for name, step in (("plain", plain), ("adapted", adapted)):
+        rank.graphs.run(RankMessage("device_step", {"sizes": step}, b""))
+        rank.graphs.capture(RankMessage("capture", {"name": name, "sizes": step}, b""))
+        rank.graphs.replay(RankMessage("replay", {"name": name}, b""))
+    assert rank.log == [plain] * 3 + ["waits", adapted, adapted, "waits", adapted]
 
 
 def test_a_rank_without_the_graph_says_which_it_has() -> None:

@@ -12,15 +12,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.adapters.rows import NO_ADAPTER
+from engine.adapters.slots import AdapterSlots
+from engine.adapters.torch_rows import TorchRows
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import DecodeRows, TritonAttention
 from engine.engine import Engine
 from engine.kv.kv_pool import KVPool, LayerKV
+from engine.parallel.adapters import RankAdapters
 from engine.parallel.graphs import DeviceStep, LeaderGraphs
 from engine.schedule.limits import SchedulerConfig
 from engine.step.runner import ModelRunner
@@ -115,6 +120,45 @@ class DeviceStepAttention(TorchAttention):
         return out
 
 
+class FakeRows(TorchRows):
+    """Rows of a static buffer that rank 0 computes with torch. Their numbers are those of `TritonRows`."""
+
+    def __init__(self, slots: AdapterSlots, of_rows: np.ndarray, packed: np.ndarray) -> None:
+        super().__init__(slots.sites, slots.adapters, of_rows)
+        from engine.adapters.triton_rows import tiles_start
+
+        count, numbers = len(of_rows), torch.from_numpy(packed)
+        self.order, self.tiles = numbers[:count], numbers[tiles_start(count) :]
+
+
+class FakeRowBuffer:
+    """Replaces `RowBuffer`, which needs the memory of a GPU."""
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self._slots, self._staged = slots, np.zeros(0, dtype=np.int64)
+
+    def stage(self, slots: np.ndarray, count: int) -> None:
+        self._staged = np.full(count, NO_ADAPTER, dtype=np.int64)
+        self._staged[: len(slots)] = slots
+
+    def rows(self, count: int) -> FakeRows:
+        from engine.adapters.triton_rows import pack_rows, tile_of
+
+        assert len(self._staged) == count
+        packed = pack_rows(self._staged, count, tile_of(count), self._slots.count)
+        return FakeRows(self._slots, self._staged, packed)
+
+
+def _rows_of_numbers(self: RankAdapters, order: Tensor, tiles: Tensor) -> TorchRows:
+    """Reads the numbers of adapters on another rank."""
+    assert self._slots is not None
+    slots = np.full(len(order), NO_ADAPTER - 1)
+    for slot, first, count in tiles.view(-1, 3).tolist():
+        slots[order[first : first + count].numpy()] = slot
+    assert (slots >= NO_ADAPTER).all(), "a row has no tile"
+    return TorchRows(self._slots.sites, self._slots.adapters, slots)
+
+
 @contextmanager
 def fake_graphs() -> Iterator[list[tuple[str, Any]]]:
     """Engines on a CPU run their steps from fake graphs on all ranks.
@@ -143,6 +187,8 @@ def fake_graphs() -> Iterator[list[tuple[str, Any]]]:
         patch.setattr(LeaderGraphs, "announce", announce_once)
         patch.setattr(LeaderGraphs, "replaying", replaying_named)
         patch.setattr("engine.parallel.rank.TorchAttention", DeviceStepAttention)
+        patch.setattr(AdapterSlots, "buffer", lambda self, _max_rows: FakeRowBuffer(self))
+        patch.setattr(RankAdapters, "_device_rows", _rows_of_numbers)
         original = Engine._build_runner
 
         def build_runner(self: Engine, *parts: Any) -> ModelRunner:

@@ -35,7 +35,7 @@ from engine.parallel.one_shot import OneShotReduce
 from engine.parallel.rank_group import RankGroup
 
 CARD = torch.device("cuda", 0)
-PROMPTS = [[(7 * i + 3 * n) % 500 + 3 for i in range(n)] for n in (1, 17, 70, 100, 33)]
+PROMPTS = [[(7 * i + 3 * n) % 150 + 3 for i in range(n)] for n in (1, 17, 70, 100, 33)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=2),
     SamplingParams(seed=3, max_tokens=10, repetition_penalty=1.2),
@@ -98,18 +98,30 @@ def command(rank: int, master: str) -> list[str]:
     return [sys.executable, "-m", "tests.rigs.parallel.one_card", "--rank", str(rank), master]
 
 
+def answer(llm: LLM, adapter: str | None) -> list[list[int]]:
+    """Returns the tokens of all answers, twice. adapter: a directory; every second answer has this adapter."""
+    names: list[str | None] = [None] * len(PROMPTS)
+    if adapter is not None:
+        llm.add_adapter(Path(adapter), "one")
+        names[::2] = ["one"] * len(names[::2])
+    answers: list[list[int]] = []
+    for extra in ([], [9]):
+        asked = [[*prompt, *extra] for prompt in PROMPTS]
+        for done in llm.generate(asked, PARAMS, adapter=names if adapter else None, ignore_eos=True):
+            assert done.error is None, done.error
+            answers.append(done.ids)
+    return answers
+
+
 def run(model_dir: Path, options: dict[str, Any], *, lose: bool) -> Result:
-    """Runs rank 0."""
+    """Runs rank 0. options: settings of the engine, and `adapter` for `answer`."""
+    adapter = options.pop("adapter", None)
     own: dict[str, Any] = {"device": "cuda", "dtype": "float32", "load_format": "dummy", "tensor_parallel_size": 2}
     own |= {"tensor_parallel_reduce": "one_shot", "max_seqs": 4, "chunk_tokens": 64, "prompt_step_tokens": 64}
     own |= {"block_size": 16, "num_blocks": 64, "max_model_len": 256}
     llm = LLM(model_dir, **(own | options))
     engine = llm.engine
-    answers: list[list[int]] = []
-    for extra in ([], [9]):
-        for done in llm.generate([[*p, *extra] for p in PROMPTS], PARAMS, ignore_eos=True):
-            assert done.error is None, done.error
-            answers.append(done.ids)
+    answers = answer(llm, adapter)
     engine.pool.check_integrity()
     steps = engine.runner.decode_step, engine.runner.prompt_step
     graphs = [0 if step is None else len(step._graphs._graphs) for step in steps]
