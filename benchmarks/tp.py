@@ -1,7 +1,7 @@
 """Measures tensor parallelism on two GPUs of one machine: decode steps, sums over ranks, and a hand-off to two ranks.
 
     python benchmarks/tp.py --out benchmarks/results/tp-h200x2.json
-    python benchmarks/tp.py --only decode --engine tensor_parallel_reduce=one_shot
+    python benchmarks/tp.py --only decode --graphs on --engine tensor_parallel_reduce=one_shot
 
 The models have the shapes of Llama-3.1-8B (bf16) and Llama-3.1-70B (weights fp8) with random weights. `--shape tiny`
 checks on a CPU that the script works; its ranks are processes.
@@ -10,7 +10,6 @@ checks on a CPU that the script works; its ranks are processes.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import statistics
 import subprocess
@@ -36,8 +35,11 @@ METRICS = """
 Metrics:
 
 - decode_ms_RxC: median time between the results of steps that decode R rows with a mean context of C tokens, 8B shape
-  on two ranks. one_decode_ms_RxC: the same on one rank.
+  on two ranks, layer by layer. one_decode_ms_RxC: the same on one rank, from CUDA graphs.
+- mixed_ms_RxN: median time of steps in which R rows decode beside a prompt of N tokens.
 - fp8_70b_decode_ms_1x128: as decode_ms_1x128 for the 70B shape with fp8 weights.
+- graph_...: the same from CUDA graphs of both ranks (tensor_parallel_graphs). ..._replay: time of a replay of the
+  graph, without the work of the hosts between steps.
 - sum_us_N: time of one sum of N bytes over two ranks, by NCCL; one_shot_us_N: by the kernel over peer memory, 100 sums
   in a row. A wrong sum ends the benchmark.
 - exposed_ms_tpB: median exposed time of a hand-off of 4,096 tokens from one rank to B ranks. Prefill shares GPU 0 with
@@ -49,6 +51,9 @@ POINTS = ((1, 128), (64, 1024))
 SUM_BYTES = (8 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10)
 HAND_OFFS = 12
 SUMS = 100
+GRAPHS = {"off": (False,), "on": (True,), "both": (False, True)}
+MIXED = (8, 200)  # Rows that decode, and tokens of each prompt beside them.
+MIXED_PROMPTS = 24
 
 
 def settings(model_dir: Path, size: int, extra: dict[str, Any], *, tiny: bool) -> EngineConfig:
@@ -66,6 +71,31 @@ def decode(table: report.MetricTable, config: EngineConfig, vocab: int, name: st
             params = [SamplingParams(temperature=0.0, max_tokens=2 * steps + 256)] * rows
             found = decode_run(driver, batch, params, context, steps)
             table.add(f"{name}_{rows}x{context}", statistics.median(found.times) * 1e3, worst=max(found.times) * 1e3)
+            if found.replay_s is not None:
+                table.add(f"{name}_{rows}x{context}_replay", found.replay_s * 1e3)
+        driver.engine.close()
+    free_memory()
+
+
+def mixed(table: report.MetricTable, config: EngineConfig, vocab: int, name: str, *, tiny: bool) -> None:
+    """Adds `name`: prompts come one after another while rows decode."""
+    rows, tokens = (2, 24) if tiny else MIXED
+    prompts, one_token = Prompts(vocab), SamplingParams(temperature=0.0, max_tokens=1)
+    with running(config) as driver:
+        long = SamplingParams(temperature=0.0, max_tokens=min(2048, config.max_model_len - 128))
+        driver.begin(prompts.make(rows, 64), [long] * rows)
+        driver.wait(lambda result: result.num_decode_tokens == rows)
+        for prompt in prompts.make(MIXED_PROMPTS, tokens):
+            driver.add(prompt, one_token)
+            driver.wait(lambda result: result.num_prompt_tokens > 0)
+        steps = list(driver.seen)
+        driver.end()
+        times = [
+            ended - began
+            for (began, _), (ended, step) in itertools.pairwise(steps)
+            if step.num_prompt_tokens and step.num_decode_tokens == rows
+        ]
+        table.add(f"{name}_{rows}x{tokens}", statistics.median(times) * 1e3, worst=max(times) * 1e3)
         driver.engine.close()
     free_memory()
 
@@ -148,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=("llama", "tiny"), default="llama")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--engine", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the engines")
+    parser.add_argument("--graphs", choices=GRAPHS, default="both", help="steps of two ranks from CUDA graphs")
     parser.add_argument("--sum-rank", type=int, help="run as rank 1 of the sums, with the store at this port")
     args = parser.parse_args(argv)
     if args.sum_rank is not None:
@@ -158,12 +189,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     tiny, table, extra = args.shape == "tiny", report.MetricTable(), engine_settings(args.engine)
     small = SHAPES["tiny"].config | {"num_key_value_heads": 2, "num_attention_heads": 4}
     config = small if tiny else LLAMA_8B
+    with_graphs = (False,) if tiny else GRAPHS[args.graphs]
     points = [(2, 64, 8)] if tiny else [(*point, 64) for point in POINTS]
     if "sums" in args.only and not tiny:
         sums(table)
     with config_directory(config) as model_dir:
         if "decode" in args.only:
-            decode(table, settings(model_dir, 2, extra, tiny=tiny), config["vocab_size"], "decode_ms", points)
+            for graphs in with_graphs:
+                two = settings(model_dir, 2, extra | {"tensor_parallel_graphs": graphs}, tiny=tiny)
+                kind = "graph_" if graphs else ""
+                decode(table, two, config["vocab_size"], f"{kind}decode_ms", points)
+                mixed(table, two, config["vocab_size"], f"{kind}mixed_ms", tiny=tiny)
             one = {key: value for key, value in extra.items() if not key.startswith("tensor_parallel")}
             decode(table, settings(model_dir, 1, one, tiny=tiny), config["vocab_size"], "one_decode_ms", points)
         if "hand_off" in args.only:
@@ -173,8 +209,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             table.add("exposed_ratio_tp1_tp2", metrics["exposed_ms_tp2"] / metrics["exposed_ms_tp1"])
     if "large" in args.only and not tiny:
         with config_directory(LLAMA_70B) as model_dir:
-            large = dataclasses.replace(settings(model_dir, 2, extra, tiny=False), weights="fp8")
-            decode(table, large, LLAMA_70B["vocab_size"], "fp8_70b_decode_ms", [(1, 128, 64)])
+            for graphs in with_graphs:
+                more = {"weights": "fp8", "tensor_parallel_graphs": graphs}
+                name = f"{'graph_' if graphs else ''}fp8_70b_decode_ms"
+                large = settings(model_dir, 2, extra | more, tiny=False)
+                decode(table, large, LLAMA_70B["vocab_size"], name, [(1, 128, 64)])
     report.write(args.out, "tp", table.metrics, "torch", "triton", "nixl-cu13", shape=args.shape, rows=table.rows)
 
 

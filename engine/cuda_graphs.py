@@ -1,7 +1,8 @@
 """One computation as CUDA graphs, one for each of its shapes, captured before the first request.
 
 The graphs of a computation share a memory pool, and the largest is captured first. The output of a graph lies in this
-pool, so the next replay of any of them overwrites it. A shape without a graph is computed kernel by kernel.
+pool, so the next replay of any of them overwrites it. A shape without a graph is computed kernel by kernel. The other
+ranks of a tensor-parallel engine have graphs of their parts, under the same names (`GraphMirror`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,59 @@ log = logging.getLogger(__name__)
 Shape = TypeVar("Shape", bound=Hashable)
 Output = TypeVar("Output")
 ARRAY_TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<i2"}  # NumPy has no bfloat16
+
+
+class Graph(Protocol):
+    """A recorded computation."""
+
+    def replay(self) -> object:
+        """Queues the computation on the current stream."""
+
+
+class GraphMirror(Protocol):
+    """The other ranks of a tensor-parallel engine, which record and replay their parts of a graph."""
+
+    def capturing(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Lets the other ranks record while the block records a graph. The block ends when all ranks have theirs."""
+
+    def replaying(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Lets the other ranks replay the graph that the block replays."""
+
+    def check_alive(self) -> None:
+        """Raises InternalError if a rank was lost: the results of steps that were under way then may be wrong."""
+
+
+class GraphRecorder:
+    """Records graphs on one stream of a CUDA device. The graphs share a memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """Makes the stream of the recordings current. It waits for the current stream, which then waits for it."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def record(self, compute: Callable[[], Output]) -> tuple[Graph, Output]:
+        """Records `compute` inside `stream`. Kernels are compiled already. Returns the graph and its output."""
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with _no_gc():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = compute()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first of the two errors is the cause
+                    graph.capture_end()  # without this, later CUDA calls of this thread may fail too
+                raise
+            graph.capture_end()
+        return graph, output
 
 
 class CudaGraphs(Generic[Shape, Output]):
@@ -37,6 +91,7 @@ class CudaGraphs(Generic[Shape, Output]):
         *,
         keep: Callable[[Output], Output],  # Removes ownership of memory (`unowned_view`): smaller graphs then reuse it
         describe: Callable[[Shape], str],  # Returns a shape as text
+        mirror: GraphMirror | None = None,  # None: no other rank takes part in the computation
     ) -> None:
         """Makes an object without graphs.
 
@@ -44,10 +99,9 @@ class CudaGraphs(Generic[Shape, Output]):
         reference is kept: a cycle would keep an engine's memory, because its objects are frozen (`gc.freeze`).
         """
         self._name, self._device, self._keep, self._describe = name, device, keep, describe
-        self._method = weakref.WeakMethod(compute)
-        self._pool: Any = None  # The memory of the graphs; None before the first capture
-        self._stream: torch.cuda.Stream | None = None  # Of the captures; None before the first one
-        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Output]] = {}
+        self._method, self._mirror = weakref.WeakMethod(compute), mirror
+        self._recorder: GraphRecorder | None = None  # None before the first capture
+        self._graphs: dict[Shape, tuple[Graph, Output, str]] = {}
 
     def _compute(self, shape: Shape) -> Output:
         compute = self._method()
@@ -59,8 +113,12 @@ class CudaGraphs(Generic[Shape, Output]):
         captured = self._graphs.get(shape)
         if captured is None:
             return self._compute(shape)
-        graph, output = captured
-        graph.replay()
+        graph, output, name = captured
+        if self._mirror is None:
+            graph.replay()
+        else:
+            with self._mirror.replaying(name):
+                graph.replay()
         return output
 
     @torch.inference_mode()
@@ -70,18 +128,14 @@ class CudaGraphs(Generic[Shape, Output]):
         Raises torch.OutOfMemoryError with the shape and the free memory, whichever library had no memory.
         """
         began = logged_at = time.monotonic()
-        if self._stream is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        if self._recorder is None:
+            self._recorder = GraphRecorder(self._device)
+        with self._recorder.stream():
             for done, shape in enumerate(shapes, 1):
                 try:
                     stage(shape)
                     self._compute(shape)  # compiles and loads kernels, which is not allowed in a capture
-                    stream.synchronize()
-                    self._record(shape)
+                    self._record(shape, self._recorder)
                 except RuntimeError as error:
                     message = out_of_memory_message(error)
                     if message is None:
@@ -94,20 +148,12 @@ class CudaGraphs(Generic[Shape, Output]):
                 if time.monotonic() - logged_at > 2 or done == len(shapes):
                     logged_at = time.monotonic()
                     log.info("captured %d of %d %s graphs in %.0f s", done, len(shapes), self._name, logged_at - began)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
 
-    def _record(self, shape: Shape) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with _no_gc():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                output = self._compute(shape)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the first of the two errors is the cause
-                    graph.capture_end()  # without this, later CUDA calls of this thread may fail too
-                raise
-            graph.capture_end()
-            self._graphs[shape] = graph, self._keep(output)
+    def _record(self, shape: Shape, recorder: GraphRecorder) -> None:
+        name = f"{self._name}: {self._describe(shape)}"
+        with contextlib.nullcontext() if self._mirror is None else self._mirror.capturing(name):
+            graph, output = recorder.record(lambda: self._compute(shape))
+            self._graphs[shape] = graph, self._keep(output), name
 
 
 def batch_buckets(max_rows: int) -> tuple[int, ...]:

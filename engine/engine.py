@@ -476,6 +476,7 @@ class Engine:
             draft_model=draft,
             adapters=self._slots,
             states=make_states(self.spec.states, kv, self.config.resolve_dtype(self.device)),
+            mirror=self._builder.graph_mirror(model),
         )
 
 

@@ -194,6 +194,9 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         ("nccl", "one_shot"),
         "Sums of short vectors over the ranks' GPUs: by NCCL, or by a kernel over peer memory (one_shot, not measured)",
     )
+    tensor_parallel_graphs: bool = setting(
+        kinds.BOOL, False, "Run decode steps and short prompts of several GPUs from CUDA graphs (not measured)"
+    )
     tensor_parallel_nodes: int = setting(
         kinds.RANK_COUNT, 1, "Machines of the pod, with equally many ranks", per_process=True
     )

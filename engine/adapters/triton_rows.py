@@ -24,15 +24,15 @@ SMALL_TILE, LARGE_TILE = 16, 64
 class TritonRows:
     """Implements `AdapterRows` on a GPU.
 
-    order: int32 [rows]. tiles: int32 [3 * max_tiles] or longer. See `rows.tile_rows`.
+    order: int32 [rows]. tiles: int32 [3 * max_tiles]; the argument may be longer. See `rows.tile_rows`.
     """
 
     def __init__(
         self, memory: SlotMemory, order: Tensor, tiles: Tensor, tile: int, slots: np.ndarray | None = None
     ) -> None:
         self.sites, self.slots = memory.sites, slots
-        self._order, self._tile, count = order, tile, max_tiles(len(order), tile, memory.num_slots)
-        self._tiles = tiles[: 3 * count]
+        self.order, self._tile, count = order, tile, max_tiles(len(order), tile, memory.num_slots)
+        self.tiles = tiles[: 3 * count]
         self._weights = SlotWeights(memory.numbers, memory.table, memory.scales, memory.max_rank)
 
     def add(
@@ -50,7 +50,7 @@ class TritonRows:
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         site = self.sites.embedding
-        states = gather_states(tokens, self._weights, site.index, self._order, self._tiles, tile=self._tile)
+        states = gather_states(tokens, self._weights, site.index, self.order, self.tiles, tile=self._tile)
         self._expand(states, out, out, site.index, site.outputs)
 
     def _shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, float]:
@@ -60,8 +60,8 @@ class TritonRows:
         states, squares = shrink(
             x,
             self._weights,
-            self._order,
-            self._tiles,
+            self.order,
+            self.tiles,
             norm=weight,
             site=site.index,
             parts=len(site.names),
@@ -86,8 +86,8 @@ class TritonRows:
             self._weights,
             base,
             out,
-            self._order,
-            self._tiles,
+            self.order,
+            self.tiles,
             squares=states[1],
             eps=states[2],
             inputs=self.sites.all[site].inputs,

@@ -22,18 +22,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.errors import AdapterNotLoaded, InternalError, Unavailable, describe
 from common.process.rank_channel import RankChannel, RankMessage
 from engine.adapters.packed import TABLE_WIDTH, Adapter, pack_adapter
 from engine.adapters.peft import AdapterFile
-from engine.adapters.rows import StepAdapters
+from engine.adapters.rows import AdapterRows, StepAdapters
 from engine.adapters.sites import MAX_PARTS, DecoderSites
 from engine.adapters.slots import AdaptedSequence, AdapterSlots, HostAdapters, sites_of
 from engine.device import make_current
 from engine.kv.kv_pool import TORCH_DTYPES
 from engine.models.decoder import Decoder
 from engine.models.spec import Shard
+from engine.parallel.graphs import DeviceNumbers, DeviceStep
 from engine.parallel.rank_group import ADAPTER_CHANNEL, POLL_S, RankGroup
 
 _log = logging.getLogger(__name__)
@@ -212,6 +214,26 @@ class RankAdapters:
         tokens, results = (self._slots.rows(part) if len(part) else None for part in np.split(slots, [counts[0]]))
         assert tokens is not None
         return StepAdapters(tokens, results), message.payload[:end]
+
+    def wait_for_copies(self) -> None:
+        """Lets the current stream wait for all copies to slots: the host does not know the slots of a device step."""
+        assert self._slots is not None
+        self._slots.wait_for_copies(np.arange(self._slots.count))
+
+    def of_device_step(self, step: DeviceStep, numbers: DeviceNumbers) -> StepAdapters | None:
+        """Returns the adapters of a device step, None if no row has one. A graph can record it."""
+        if not step.adapter_tiles:
+            return None
+        tokens = self._device_rows(numbers.adapter_order, numbers.adapter_tiles)
+        results = self._device_rows(numbers.result_order, numbers.result_tiles) if step.result_tiles else None
+        return StepAdapters(tokens, results)
+
+    def _device_rows(self, order: Tensor, tiles: Tensor) -> AdapterRows:
+        from engine.adapters.triton_rows import TritonRows, tile_of
+
+        assert self._slots is not None
+        assert self._slots.memory is not None, "device steps need a GPU"
+        return TritonRows(self._slots.memory, order, tiles, tile_of(len(order)))
 
     def _run(self) -> None:
         assert self._slots is not None

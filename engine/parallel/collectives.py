@@ -45,11 +45,20 @@ class Collectives:
     """The collectives of one of `size` ranks. The other ranks reach this machine at `host`.
 
     All ranks construct theirs at the same time, with `device` as the current device. one_shot: short vectors are summed
-    over peer memory; all ranks are GPUs of one machine.
+    and copied over peer memory; all ranks are GPUs of one machine. graphs: CUDA graphs capture the collectives.
+    NCCL then computes on the current stream, because a change of streams costs every replay some microseconds.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, device: torch.device, host: str, *, one_shot: bool = False
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        host: str,
+        *,
+        one_shot: bool = False,
+        graphs: bool = False,
     ) -> None:
         self._group: Any
         limit = timedelta(seconds=TIMEOUT_S)
@@ -63,6 +72,8 @@ class Collectives:
             gloo._timeout = limit
             self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
         self._device = device
+        self._reduce, self._copy = dist.AllreduceOptions(), dist.BroadcastOptions()
+        self._reduce.asyncOp = self._copy.asyncOp = not graphs
         self._one_shot: OneShotReduce | None = None
         if one_shot and device.type == "cuda":
             from engine.parallel.one_shot import OneShotReduce
@@ -72,14 +83,22 @@ class Collectives:
     def all_reduce(self, part: Tensor) -> None:
         """Replaces the tensor of every rank by the sum of all. The tensors have the same shape."""
         if self._one_shot is None or not self._one_shot(part):
-            self._group.allreduce([part]).wait()
+            self._wait(self._group.allreduce([part], self._reduce))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Copies the tensor of rank 0 into the tensors of the other ranks, which have the same shape and dtype."""
-        self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+        if self._one_shot is None or not self._one_shot.broadcast(tensor):
+            self._wait(self._group.broadcast([tensor], self._copy))
+
+    @staticmethod
+    def _wait(work: Any) -> None:
+        if work is not None:  # NCCL on the current stream has no work to wait for
+            work.wait()
 
     def abort(self) -> None:
-        """Ends collectives that wait for a lost rank with an error. Any thread may call it."""
+        """Ends collectives that wait for a lost rank. Results that were under way are wrong. Any thread may call it."""
+        if self._one_shot is not None:
+            self._one_shot.abort()
         if self._device.type == "cuda":
             self._group.abort()
 

@@ -4,6 +4,8 @@ The engine uses both alike. Runner, scheduler and sampler know of no other rank.
 before it runs here. All calls come from the engine thread, so all ranks run the same calls in the same order. Hidden
 states are equal on every rank after an all-reduce. Only rank 0 computes logits and drafts.
 
+A step with its shape on the host is sent with its shape. `engine.parallel.graphs` tells of the other steps.
+
 A step that fails here after it was sent leaves the ranks in different steps, so it ends the group (`RankGroup.fail`).
 """
 
@@ -14,6 +16,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ from common.errors import ConfigError, InternalError, describe
 from common.kv_layout import KVLayout
 from engine.adapters.slots import AdapterSlots, HostAdapters, sites_of
 from engine.config import EngineConfig
+from engine.cuda_graphs import GraphMirror
 from engine.device import make_current
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.kv.lease import BlockCopy
@@ -33,6 +37,7 @@ from engine.models.loader import ModelSource
 from engine.models.spec import UNSHARDED, Shard, shard_error
 from engine.parallel.adapters import MirroredAdapters, MirroredSlots, pack_slots
 from engine.parallel.collectives import TIMEOUT_S, Collectives, load_shard, open_store, pack_step
+from engine.parallel.graphs import LeaderGraphs
 from engine.parallel.host_pool import MirroredHostPool
 from engine.parallel.rank_group import RankGroup
 
@@ -70,20 +75,29 @@ class EngineBuilder:
         """Returns the part of the model in this process, which has the whole embedding and LM head."""
         return model
 
+    def graph_mirror(self, model: Model) -> GraphMirror | None:
+        """Returns what lets the other ranks capture and replay the graphs of this process. None: it is alone."""
+        return None
+
 
 _log = logging.getLogger(__name__)
 
 
 class MirroredModel:
-    """The model over all ranks. The host sends each step to the other ranks, so no graph can capture it."""
+    """The model over all ranks. graphs: CUDA graphs capture it on every rank."""
 
-    capturable = False
-
-    def __init__(self, local: Decoder, rank_group: RankGroup, collectives: Collectives) -> None:
+    def __init__(self, local: Decoder, rank_group: RankGroup, collectives: Collectives, *, graphs: bool) -> None:
         self.local, self._rank_group, self._collectives = local, rank_group, collectives
         self.final_norm, self.logits = local.final_norm, local.logits
+        self.capturable = graphs and local.capturable
+        self.graphs = LeaderGraphs(rank_group, local.embedding.weight.device)
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
+        if context.metadata.step is None:
+            step, numbers = self.graphs.pack(tokens, positions, context, rows)
+            with self.graphs.running(step):
+                self._collectives.broadcast(numbers)
+                return self.local.forward(tokens, positions, context, rows)
         packed = pack_step(context.metadata.step, context.cache[0].block_size)
         slots, counts = pack_slots(context.adapters)
         sizes = {"tokens": len(tokens), "rows": None if rows is None else len(rows), "slots": counts}
@@ -161,7 +175,7 @@ class TensorParallelBuilder(EngineBuilder):
         local = load_shard(self._source, self.shard, collectives, max_len, device, TORCH_DTYPES[dtype])
         rank_group.receive()
         _log.info("%d tensor-parallel ranks have loaded their weights", rank_group.size)
-        return MirroredModel(local, rank_group, collectives)
+        return MirroredModel(local, rank_group, collectives, graphs=config.tensor_parallel_graphs)
 
     def _connect(self) -> Collectives:
         """Connects the devices of all ranks. Raises InternalError as soon as one of the ranks fails.
@@ -169,14 +183,18 @@ class TensorParallelBuilder(EngineBuilder):
         Rank 0 connects on a thread of its own: it would wait TIMEOUT_S for a rank that has ended.
         """
         rank_group, device, size = self._rank_group, self._device, self.shard.size
-        host, one_shot = rank_group.host, self._config.tensor_parallel_reduce == "one_shot"
+        host, config = rank_group.host, self._config
+        options: dict[str, Any] = {
+            "one_shot": config.tensor_parallel_reduce == "one_shot",
+            "graphs": config.tensor_parallel_graphs,
+        }
         store, port = open_store(host)
         connected: Future[Collectives] = Future()
 
         def connect() -> None:
             try:
                 make_current(device)
-                connected.set_result(Collectives(store, 0, size, device, host, one_shot=one_shot))
+                connected.set_result(Collectives(store, 0, size, device, host, **options))
             except BaseException as error:
                 connected.set_exception(error)
 
@@ -184,7 +202,7 @@ class TensorParallelBuilder(EngineBuilder):
             if connected.done() and (error := connected.exception()) is not None:
                 raise rank_group.fail(f"rank 0 cannot connect to the other ranks: {describe(error)}") from error
 
-        rank_group.send("connect", size=size, store=port, host=host, one_shot=one_shot)
+        rank_group.send("connect", size=size, store=port, host=host, **options)
         threading.Thread(target=connect, name="connect-ranks", daemon=True).start()
         rank_group.receive(check)
         wait([connected], TIMEOUT_S)  # the other ranks are connected, so rank 0 nearly is
@@ -205,6 +223,10 @@ class TensorParallelBuilder(EngineBuilder):
     def own_part(self, model: Model) -> Model:
         assert isinstance(model, MirroredModel)
         return model.local
+
+    def graph_mirror(self, model: Model) -> GraphMirror | None:
+        assert isinstance(model, MirroredModel)
+        return model.graphs
 
     def host_pool(self, kv: KVPool, num_host_blocks: int, *, checksums: bool) -> HostKVPool:
         return MirroredHostPool(kv, num_host_blocks, self._rank_group, checksums=checksums)

@@ -16,6 +16,7 @@ from common.errors import InternalError
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_NON_BLOCKING_STREAM = 1
 
 
 class _Handle(ctypes.Structure):
@@ -33,6 +34,9 @@ class PeerBuffers:
         """All ranks construct theirs at the same time. Raises InternalError if a buffer cannot be mapped."""
         self._cuda = ctypes.CDLL("libcuda.so.1")
         torch.cuda.synchronize(device)  # makes the primary context current
+        self._context, self._stream = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
+        self._call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(_NON_BLOCKING_STREAM))
         own = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(nbytes))
         self._own = own.value
@@ -46,6 +50,23 @@ class PeerBuffers:
             packed = bytes.fromhex(store.get(f"peer-buffer-{other}").decode())  # waits for the rank
             addresses.append(self._own if other == rank else self._map(packed))
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Returns bytes of this rank's buffer without waiting for kernels. Any thread may call it."""
+        content = ctypes.create_string_buffer(nbytes)
+        place = content, ctypes.c_uint64(self._own + offset), ctypes.c_size_t(nbytes)
+        self._copy("cuMemcpyDtoHAsync_v2", *place)
+        return content.raw
+
+    def write(self, offset: int, content: bytes) -> None:
+        """Writes bytes to this rank's buffer without waiting for kernels. Any thread may call it."""
+        place = ctypes.c_uint64(self._own + offset), content, ctypes.c_size_t(len(content))
+        self._copy("cuMemcpyHtoDAsync_v2", *place)
+
+    def _copy(self, name: str, *place: Any) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+        self._call(name, *place, self._stream)
+        self._call("cuStreamSynchronize", self._stream)
 
     def _map(self, packed: bytes) -> int:
         mapped = ctypes.c_uint64()

@@ -2,7 +2,7 @@
 
     python -m engine.parallel.rank RANK HOST:PORT        (the group's secret is in BATON_SECRET)
 
-    join -> open -> connect -> load -> adapters -> pool -> step, zero, copy, put, drop ... -> stop
+    join -> open -> connect -> load -> adapters -> pool -> step, replay, zero, copy, put, drop ... -> stop
 
 The process ends at once when rank 0 has ended, even while it waits for a device. An error ends it too; rank 0 notices,
 and the group has failed. A rank has no scheduler, sampler or prefix cache.
@@ -40,6 +40,7 @@ from engine.models.loader import ModelSource, open_model
 from engine.models.spec import UNSHARDED, Shard
 from engine.parallel.adapters import RankAdapters
 from engine.parallel.collectives import Collectives, join_store, load_shard, unpack_step
+from engine.parallel.graphs import DeviceStep, RankGraphs
 from engine.parallel.host_pool import RankHostTier
 from engine.parallel.rank_group import (
     ENGINE_CHANNEL,
@@ -77,6 +78,7 @@ class Rank:
         self._kv: KVPool | None = None
         self._cache: tuple[LayerKV, ...] = ()
         self._attention: AttentionBackend[Any] | None = None
+        self._graphs = self._new_graphs()
 
     def run(self) -> None:
         """Runs the messages of rank 0 until it sends "stop". Raises Unavailable if rank 0 has ended.
@@ -90,9 +92,11 @@ class Rank:
             "adapters": self._open_adapters,
             "pool": self._create_pool,
             "host": self._open_host_tier,
+            "capture": self._capture,
         }
         unanswered = {"step": self._step, "zero": self._zero, "copy": self._copy}
         unanswered |= {"put": self._adapters.put, "drop": self._adapters.drop}
+        unanswered |= {"device_step": self._device_step, "replay": self._replay}
         self.heartbeat.begin()
         while (message := self._receive()).kind != "stop":
             if message.kind in unanswered:
@@ -139,7 +143,7 @@ class Rank:
         fields = message.fields
         store = join_store(fields["host"], fields["store"])
         place = self._rank, fields["size"], self._device, self._channel.host
-        self._collectives = Collectives(store, *place, one_shot=fields["one_shot"])
+        self._collectives = Collectives(store, *place, one_shot=fields["one_shot"], graphs=fields["graphs"])
 
     @torch.inference_mode()
     def _load(self, message: RankMessage) -> None:
@@ -156,6 +160,9 @@ class Rank:
 
     def _create_pool(self, message: RankMessage) -> None:
         self._kv, self._cache, self._attention = None, (), None  # frees the memory of the old pool
+        self._graphs = RankGraphs(
+            self._device, self._compute, self._adapters.wait_for_copies
+        )  # the old graphs read the old pool
         assert self._model is not None
         layout = KVLayout(**message.fields["layout"]).of_rank(self._rank)
         self._kv = kv = KVPool(layout, message.fields["num_blocks"], self._device)
@@ -166,6 +173,9 @@ class Rank:
         score: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap}
         self._attention = kind(self._cache, spec.num_heads, spec.windows, kv.dummy_block, **score)
         self._on_pool(kv)
+
+    def _new_graphs(self) -> RankGraphs:
+        return RankGraphs(self._device, self._compute, self._adapters.wait_for_copies)
 
     def _open_host_tier(self, message: RankMessage) -> None:
         assert self._kv is not None
@@ -185,6 +195,31 @@ class Rank:
         ids, positions, row_indices = torch.split(joined, [tokens, tokens, rows or 0])
         context = ForwardContext(self._cache, self._attention, metadata, adapters=adapters)
         self._model.forward(ids, positions, context, None if rows is None else row_indices)
+
+    @torch.inference_mode()
+    def _device_step(self, message: RankMessage) -> None:
+        self._graphs.run(message)
+
+    @torch.inference_mode()
+    def _capture(self, message: RankMessage) -> None:
+        self._graphs.capture(message)
+
+    @torch.inference_mode()
+    def _replay(self, message: RankMessage) -> None:
+        self._graphs.replay(message)
+
+    def _compute(self, step: DeviceStep) -> None:
+        """Queues the layers of a device step, whose numbers rank 0 broadcasts. A graph can record it."""
+        assert self._model is not None
+        assert self._collectives is not None
+        assert self._attention is not None
+        packed = step.empty_buffer(self._device)
+        self._collectives.broadcast(packed)
+        numbers = step.unpack(packed)
+        metadata, adapters = numbers.metadata(step, self._attention), self._adapters.of_device_step(step, numbers)
+        context = ForwardContext(self._cache, self._attention, metadata, adapters=adapters)
+        rows = None if step.results is None else numbers.results.long()
+        self._model.forward(numbers.tokens.long(), numbers.positions.long(), context, rows)
 
     @torch.inference_mode()
     def _zero(self, message: RankMessage) -> None:

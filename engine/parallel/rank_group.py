@@ -153,13 +153,13 @@ class RankGroup:
         self.send(kind, **fields)
         return self.receive()
 
-    def receive(self, check: Callable[[], object] = lambda: None) -> list[RankMessage]:
-        """Returns the next message of every rank. Raises InternalError if a rank fails or is silent for ANSWER_S.
+    def receive(self, check: Callable[[], object] = lambda: None, *, limit_s: float = ANSWER_S) -> list[RankMessage]:
+        """Returns the next message of every rank. Raises InternalError if a rank fails or is silent for `limit_s`.
 
         `check` is called in between. A rank may wait for another one, so the first failure of any rank ends the wait.
         """
         messages: dict[int, RankMessage] = {}
-        until = time.monotonic() + ANSWER_S
+        until = time.monotonic() + limit_s
         while missing := [rank for rank in range(1, self.size) if rank not in messages]:
             for rank in missing:
                 channel = self.channels()[rank - 1]
@@ -175,7 +175,7 @@ class RankGroup:
             self.check_alive()
             check()
             if time.monotonic() > until:
-                raise self.fail(f"tensor-parallel ranks {missing} sent no answer within {ANSWER_S:g} s")
+                raise self.fail(f"tensor-parallel ranks {missing} sent no answer within {limit_s:g} s")
         return [messages[rank] for rank in range(1, self.size)]
 
     def check_alive(self) -> None:

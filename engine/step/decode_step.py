@@ -22,7 +22,7 @@ from engine.adapters.rows import StepAdapters
 from engine.adapters.slots import AdapterSlots
 from engine.attention.grouped import GroupedAttention, GroupedMetadata
 from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention, TritonMetadata
-from engine.cuda_graphs import CudaGraphs, batch_buckets, unowned_view
+from engine.cuda_graphs import CudaGraphs, GraphMirror, batch_buckets, unowned_view
 from engine.device import pinned_copy
 from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, decode_inputs, packed_width
 from engine.kv.kv_pool import LayerKV
@@ -65,6 +65,7 @@ class DecodeStep:
         draft_model: DraftModel | None = None,  # An EAGLE head's layers are in each step, a lagging model's in none
         adapters: AdapterSlots | None = None,
         states: StateTable | None = None,
+        mirror: GraphMirror | None = None,  # The other ranks, which compute the layers too
     ) -> None:
         assert 0 <= max_seq_drafts < DECODE_TOKENS
         assert max_seq_drafts <= max_drafts
@@ -98,7 +99,9 @@ class DecodeStep:
             (torch.zeros_like(s), torch.zeros_like(t)) for s, t in self._group_inputs * (len(self._slot_tables) - 1)
         ]
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
-        self._graphs = CudaGraphs("decode", self._device, self._compute, keep=_without_ownership, describe=str)
+        self._graphs = CudaGraphs(
+            "decode", self._device, self._compute, keep=_without_ownership, describe=str, mirror=mirror
+        )
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:

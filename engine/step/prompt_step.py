@@ -28,7 +28,7 @@ from engine.adapters.rows import StepAdapters
 from engine.adapters.slots import AdapterSlots
 from engine.attention.grouped import GroupedAttention, GroupedMetadata
 from engine.attention.triton_backend import DecodeRows, TritonAttention, TritonMetadata
-from engine.cuda_graphs import CudaGraphs, unowned_view
+from engine.cuda_graphs import CudaGraphs, GraphMirror, unowned_view
 from engine.device import ALIGNMENT
 from engine.kv.kv_pool import KVPool
 from engine.models.base import ForwardContext, Model
@@ -80,6 +80,7 @@ class PromptStep:
         max_drafts: int = 0,  # Max drafts of a step
         draft_model: DraftModel | None = None,  # A draft model; its layers are in the same graph
         adapters: AdapterSlots | None = None,
+        mirror: GraphMirror | None = None,  # The other ranks, which compute the layers too
     ) -> None:
         self._target, self._kv, self._draft = TargetModel(model, kv.layers(), backend), kv, draft_model
         self._draft_backend: TritonAttention | None = None  # The attention of a draft model that lags
@@ -142,7 +143,9 @@ class PromptStep:
         self._inputs: Mapping[str, Tensor] = {name: self._packed[place] for name, place in self._fields.items()}
         slots, positions = self._inputs["sample_slots"], self._inputs["sample_positions"]
         self.sample_step = SampleStep(model, sampler, last_tokens, slots, positions, adapters)
-        self._graphs = CudaGraphs("prompt", self._device, self._compute, keep=_without_ownership, describe=str)
+        self._graphs = CudaGraphs(
+            "prompt", self._device, self._compute, keep=_without_ownership, describe=str, mirror=mirror
+        )
 
     def bucket(self, scheduled: Sequence[ScheduledSequence], plan: StepPlan) -> PromptBucket | None:
         """Returns the bucket of a step; None if it does not fit. Its decoding rows must come first."""

@@ -27,6 +27,7 @@ from engine.adapters.slots import AdapterSlots
 from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.grouped import GroupedAttention
 from engine.attention.triton_backend import TritonAttention
+from engine.cuda_graphs import GraphMirror
 from engine.device import upload
 from engine.kv.groups.state_pool import StatePool, StepStates
 from engine.kv.kv_pool import KVPool
@@ -91,6 +92,7 @@ class ModelRunner:
         draft_model: DraftModel | None = None,  # A draft model with its KV in the same pool
         adapters: AdapterSlots | None = None,  # None: no sequence has one
         states: StatePool | None = None,  # The recurrent states; None: the model has none. Then no `PromptStep` is made
+        mirror: GraphMirror | None = None,  # The other ranks; None: there are none
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache, self._device = kv.layers(), kv.data.device
@@ -99,7 +101,7 @@ class ModelRunner:
         self._sampling = StepSampler(
             sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection
         )
-        self._adapters = adapters
+        self._adapters, self._mirror = adapters, mirror
         self._states = None if states is None else StateTable(states, max_seqs, fused=model.capturable)
         self._last_bucket: DecodeBucket | None = None  # Bucket of the last launched step, if that was a DecodeStep
         self._max_seq_drafts, self._draft = max_seq_drafts, draft_model
@@ -126,6 +128,7 @@ class ModelRunner:
                 draft_model=draft_model,
                 adapters=adapters,
                 states=self._states,
+                mirror=mirror,
             )
             if states is None:  # the rows of gated delta layers are listed on the host
                 self.prompt_step = PromptStep(
@@ -141,6 +144,7 @@ class ModelRunner:
                     max_drafts=max_drafts,
                     draft_model=draft_model,
                     adapters=adapters,
+                    mirror=mirror,
                 )
         self.draft_loop: DraftLoop | None = None
         self.draft_graphs: DraftGraphs | None = None
@@ -216,7 +220,10 @@ class ModelRunner:
         return step.copy_event is None or bool(step.copy_event.query())  # type: ignore[no-untyped-call]
 
     def collect(self, step: LaunchedStep) -> list[RunnerOutput]:
-        return step.collect()
+        outputs = step.collect()
+        if self._mirror is not None:
+            self._mirror.check_alive()
+        return outputs
 
     def time_replay(self, count: int) -> float | None:
         """Returns seconds of the last step, replayed `count` times; None if it was not a `DecodeStep` on a GPU.
@@ -260,7 +267,8 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up_attention(self, rows: StepRows, block: int) -> None:
         """Builds the cuDNN plans of a step, by attention alone if the backend can, else by the whole model."""
-        if self._model.capturable and isinstance(self._backend, TritonAttention | GroupedAttention):
+        alone = self._mirror is None  # other ranks build their plans in whole steps
+        if alone and self._model.capturable and isinstance(self._backend, TritonAttention | GroupedAttention):
             self._backend.warm_up(self._warm_up_shape(rows, block))
         else:
             self.warm_up(rows, block)

@@ -112,6 +112,9 @@ def sums_over_ranks() -> None:
         addresses = torch.zeros(2, dtype=torch.int64)
         peer_reduce.one_shot_all_reduce(torch.zeros(64, HIDDEN, dtype=dtype)[:32], addresses, 1, 2)
     peer_reduce.one_shot_all_reduce(half(1, HIDDEN), torch.zeros(8, dtype=torch.int64), 7, 8)
+    for rank in (peer_reduce.SOURCE, 1):  # the numbers of a step from a graph, and ids
+        for dtype in (torch.int32, torch.int64):
+            peer_reduce.one_shot_broadcast(torch.zeros(99, dtype=dtype), torch.zeros(2, dtype=torch.int64), rank, 2)
 
 
 def cache(fp8: bool) -> None:
