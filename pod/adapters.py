@@ -25,7 +25,7 @@ from typing import Any
 
 from common.errors import AdapterNotLoaded, BatonError, ConfigError, InvalidRequest, describe
 from common.pb import transfer_pb2
-from common.types import AdapterEntry
+from common.types import MAX_WARM_ADAPTERS, AdapterEntry
 from engine.adapters.packed import Adapter
 from engine.adapters.peft import CONFIG, WEIGHTS
 from engine.engine import Engine
@@ -164,14 +164,19 @@ class PodAdapters:
         """Returns the part of Info that gateways need; None if the pod serves no adapters."""
         if self._root is None:
             return None
-        slots, _ = self._engine.adapter_slots()
-        warm = [bytes.fromhex(adapter.digest) for adapter in slots if adapter is not None]
-        return transfer_pb2.Adapters(version=self._version, warm=warm, load_s=self._load_s)
+        adapters, copies = self._engine.warm_adapters()
+        warm = [bytes.fromhex(adapter.digest) for adapter in adapters]
+        return transfer_pb2.Adapters(version=self._version, warm=warm, load_s=self._load_s, copies=copies)
+
+    def warm(self) -> dict[str, Any]:
+        """Returns the fields of PodLoad for the adapters on the device."""
+        adapters, copies = self._engine.warm_adapters()
+        digests = tuple(adapter.digest for adapter in adapters[:MAX_WARM_ADAPTERS])
+        return {"warm_adapters": digests, "adapter_copies": copies}
 
     def counts(self) -> Mapping[str, int]:
         """Returns the numbers of adapters: with a name, retired, and on the device."""
-        slots, _ = self._engine.adapter_slots()
-        on_device = sum(adapter is not None for adapter in slots)
+        on_device = len(self._engine.warm_adapters()[0])
         with self._lock:
             retired = self._kept.keys() - {adapter.digest for adapter in self._adapters.values()}
             return {"named": len(self._adapters), "retired": len(retired), "device": on_device}

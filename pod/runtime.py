@@ -468,6 +468,7 @@ class PodRuntime:
             hand_off_s=hand_off_s,
             pull_s=self.rates.pull_s(),
             disk_rate=self.engine.pool.disk_tokens_per_s(),
+            **self.adapters.warm(),
         )
 
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:

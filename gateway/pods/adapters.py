@@ -106,7 +106,9 @@ class AdapterLoader:
         if not self.serves:
             return
         warm = {digest.hex() for digest in info.adapters.warm}
-        view.warm_adapters, view.held_adapters, view.adapter_load_s = warm, self.held, info.adapters.load_s
+        view.held_adapters, view.adapter_load_s = self.held, info.adapters.load_s
+        if info.adapters.copies >= view.adapter_copies:  # else the index was read later
+            view.warm_adapters, view.adapter_copies = warm, info.adapters.copies
         self.held |= warm
         if self._listed == info.adapters.version:
             return
