@@ -23,7 +23,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common.errors import AdapterNotLoaded, BatonError, ConfigError, InvalidRequest, describe
+from common.errors import (
+    AdapterNotLoaded,
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    describe,
+)
 from common.pb import transfer_pb2
 from common.types import MAX_WARM_ADAPTERS, AdapterEntry
 from engine.adapters.packed import Adapter
@@ -32,6 +40,10 @@ from engine.engine import Engine
 
 #: Retired adapters that stay in memory, and the seconds for which they do: as long as a request may run.
 KEEP, KEEP_S = 16, 600.0
+#: Longest time of a load: its wait for the loads before it, and its own reading.
+LOAD_S = 30.0
+#: Loads that read or wait. A further one is refused at once.
+MAX_LOADS = 64
 #: Names of one pod, removed ones included. Gateways read the whole list after each change.
 MAX_NAMES = 1024
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -58,6 +70,8 @@ class PodAdapters:
         self._kept: OrderedDict[str, tuple[Adapter, float]] = OrderedDict()  # By digest, with the end of its time
         self._version = 1  # Of the list
         self._load_s = 0.0
+        self._loads = 0  # That read or wait
+        self._reading: tuple[str, float] | None = None  # Path and start of the read that runs. On the reader's thread
         #: Touches the files. One adapter is read at a time, which bounds the memory, also if callers leave. A directory
         #: that does not answer holds this thread and no other.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
@@ -90,15 +104,15 @@ class PodAdapters:
         """Loads an adapter to the host, and gives it its name if `asked` has a version. See LoadAdapter.
 
         Raises InvalidRequest for a bad name or path, ConfigError if the adapter is refused, AdapterNotLoaded if its
-        digest is another one or a rank of the pod cannot hold its part. Nothing is changed then.
+        digest is another one or a rank of the pod cannot hold its part, DeadlineExceeded if that takes over LOAD_S,
+        Overloaded if too many loads wait. Nothing is changed then; a read that goes on keeps its adapter for later calls.
         """
         self._check_name(asked.name)
         held = self._held(asked.digest)
         if held is not None and not os.path.isabs(asked.path):
             adapter, path = held, asked.path
         else:
-            loop = asyncio.get_running_loop()
-            adapter, path = await loop.run_in_executor(self._reader, self._read_asked, asked)
+            adapter, path = await self._queue_read(asked)
         entry = AdapterEntry(asked.name, adapter.digest, adapter.rank, path, asked.version)
         if asked.version:
             self._set(entry, adapter)
@@ -106,6 +120,25 @@ class PodAdapters:
             with self._lock:
                 self._keep(adapter)
         return entry
+
+    async def _queue_read(self, asked: AdapterEntry) -> tuple[Adapter, str]:
+        """Returns the adapter and its path, once the reads before it are done. Raises as `load` does."""
+        reading = self._reading
+        if reading is not None and (running_s := time.monotonic() - reading[1]) > LOAD_S:
+            text = f"the adapter at {reading[0]!r} has been read for {running_s:.0f} s: is the adapter directory slow?"
+            raise DeadlineExceeded(text, field="adapter")
+        if self._loads >= MAX_LOADS:
+            raise Overloaded(f"{self._loads} adapters wait to be read already", retry_after_s=self._load_s or 1.0)
+        self._loads += 1
+        try:
+            async with asyncio.timeout(LOAD_S):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._reader, self._read_asked, asked)
+        except TimeoutError as error:
+            text = f"the adapter at {asked.path!r} was not read within {LOAD_S:g} s, {self._loads - 1} others wait"
+            raise DeadlineExceeded(text, field="adapter") from error
+        finally:
+            self._loads -= 1
 
     def unload(self, name: str, version: int) -> None:
         """Takes a name from its adapter, unless it has a newer version. A pod without the name remembers it too."""
@@ -194,7 +227,11 @@ class PodAdapters:
         adapter = self._held(asked.digest)  # another call may have read it meanwhile
         if adapter is None:
             began = time.monotonic()
-            adapter = self._read(self._folder(asked.path))
+            self._reading = asked.path, began
+            try:
+                adapter = self._read(self._folder(asked.path))
+            finally:
+                self._reading = None
             self._load_s = time.monotonic() - began
             if asked.digest not in ("", adapter.digest):
                 text = f"the files of {asked.path!r} have changed: their digest is {adapter.digest}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import grpc
 
-from common.errors import AdapterNotLoaded, BatonError, DeadlineExceeded, Unavailable
+from common.errors import AdapterNotLoaded, BatonError, DeadlineExceeded, Overloaded, Unavailable
 from common.pb import control_pb2, control_pb2_grpc, transfer_pb2
 from common.rpc import translate_rpc_errors
 from common.types import AdapterEntry
@@ -149,8 +149,9 @@ class AdapterLoader:
             raise Unavailable(f"pod {self._name()} did not load the adapter {entry.name!r} in time") from e
         except Unavailable as e:
             raise Unavailable(f"pod {self._name()} did not load the adapter {entry.name!r}: {e.message}") from e
-        except DeadlineExceeded as e:
-            text = f"pod {self._name()} did not load the adapter {entry.name!r} within {LOAD_TIMEOUT_S:g} s"
+        except (DeadlineExceeded, Overloaded) as e:  # other pods may have time
+            within = f" within {LOAD_TIMEOUT_S:g} s" if isinstance(e, DeadlineExceeded) else ""
+            text = f"pod {self._name()} did not load the adapter {entry.name!r}{within}: {e.message}"
             raise self._refuse(entry.digest, Unavailable(text)) from e
         except BatonError as e:
             text = f"pod {self._name()} cannot load the adapter {entry.name!r}: {e.message}"

@@ -13,14 +13,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.errors import AdapterNotLoaded, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
+from common.errors import (
+    AdapterNotLoaded,
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from common.pb import transfer_pb2
 from common.types import AdapterEntry, SamplingParams
 from engine.adapters.peft import CONFIG, WEIGHTS, read_adapter
 from gateway.pods import adapters as seen
+from pod import adapters as pod_adapters
 from pod.adapters import PodAdapters
 from tests.lora.adapter_cluster import AdapterFiles, adapter_cluster, make_files
 from tests.rigs.pods.harness import prompt_of
+from tests.rigs.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +83,38 @@ async def test_a_directory_that_does_not_answer_holds_one_thread_and_no_other_lo
     assert (await waiting).digest == "c"
     assert engine.reads == ["a", "b", "c"], "calls that were given up are not made"
     assert "b" in pod._kept, "a read whose caller has left is not lost"
+
+
+async def test_a_load_has_a_deadline_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers without a deadline do not wait for a directory that does not answer, and later ones do not wait at all."""
+    monkeypatch.setattr(pod_adapters, "LOAD_S", 0.05)
+    pod, engine = pod_with(tmp_path, "a", "b", "c")
+    engine.gate.clear()
+    first, second = (asyncio.ensure_future(pod.load(AdapterEntry(name, "", path=name, version=1))) for name in "ab")
+    for load, path in ((first, "a"), (second, "b")):
+        with pytest.raises(DeadlineExceeded, match=f"'{path}' was not read within 0.05 s"):
+            await asyncio.wait_for(load, 10.0)
+    with pytest.raises(DeadlineExceeded, match=r"'a' has been read for .* is the adapter directory slow"):
+        await pod.load(AdapterEntry("c", "", path="c", version=1))
+    assert engine.reads == ["a"]
+    engine.gate.set()
+    await until(lambda: pod._reading is None)
+    monkeypatch.setattr(pod_adapters, "LOAD_S", 30.0)
+    assert (await pod.load(AdapterEntry("c", "", path="c", version=1))).digest == "c"
+    assert pod._loads == 0
+
+
+async def test_too_many_loads_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_adapters, "MAX_LOADS", 2)
+    pod, engine = pod_with(tmp_path, "a", "b", "c")
+    engine.gate.clear()
+    waiting = [asyncio.ensure_future(pod.load(AdapterEntry(name, "", path=name, version=1))) for name in "ab"]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="2 adapters wait"):
+        await pod.load(AdapterEntry("c", "", path="c", version=1))
+    engine.gate.set()
+    assert [entry.digest for entry in await asyncio.gather(*waiting)] == ["a", "b"]
+    assert (await pod.load(AdapterEntry("c", "", path="c", version=1))).digest == "c"
 
 
 async def test_bad_paths_are_refused_with_their_field(tmp_path: Path) -> None:
@@ -147,16 +189,21 @@ def loader() -> seen.AdapterLoader:
     return made
 
 
-async def test_a_load_that_hangs_is_not_asked_for_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "text"), [(DeadlineExceeded("late"), " within 30 s: late"), (Overloaded("64 wait"), ": 64 wait")]
+)
+async def test_a_pod_that_does_not_load_in_time_is_not_asked_again_at_once(
+    error: BatonError, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pod, calls, entry = loader(), [], AdapterEntry("n", "1" * 32)
 
     async def call(asked: AdapterEntry) -> AdapterEntry:
         calls.append(asked)
-        raise DeadlineExceeded("late")
+        raise error
 
     monkeypatch.setattr(pod, "call_load", call)
     for _ in range(2):
-        with pytest.raises(Unavailable, match=r"pod p did not load the adapter 'n' within 30 s"):
+        with pytest.raises(Unavailable, match=f"pod p did not load the adapter 'n'{text}"):
             await pod.load(entry, 1.0)
     assert (len(calls), pod.refuses(entry.digest)) == (1, True)
     await pod.refresh(transfer_pb2.InfoResponse(generation=2), SimpleNamespace())  # type: ignore[arg-type]

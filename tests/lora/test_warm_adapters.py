@@ -113,8 +113,10 @@ async def test_another_gateway_finds_the_warm_pod_in_redis(tmp_path: Path, monke
             (cold,) = engines.keys() - {warm}
             fakes: Any = cluster.gw.cluster
             async with rig(fakes, files.base, models=(f"tiny={files.base}",), redis=url, pods=()) as other:
-                views = {pod.name: pod.view for pod in other.gateway.pod_table.pods.values()}
-                await until(lambda: (view := views[warm]) is not None and view.adapter_copies == 1)
+                table = other.gateway.pod_table
+                await until(lambda: sum(pod.can_prefill for pod in table.pods.values()) == len(engines))
+                (view,) = (pod.view for pod in table.pods.values() if pod.name == warm)
+                await until(lambda: view is not None and view.adapter_copies == 1)
                 for seed in range(6):
                     body = {"model": "first", "prompt": prompt_of(20, seed=seed), "max_tokens": 2}
                     answer = await other.http.post("/v1/completions", json=body)
