@@ -105,7 +105,7 @@ class PodAdapters:
 
         Raises InvalidRequest for a bad name or path, ConfigError if the adapter is refused, AdapterNotLoaded if its
         digest is another one or a rank of the pod cannot hold its part, DeadlineExceeded if that takes over LOAD_S,
-        Overloaded if too many loads wait. Nothing is changed then; a read that goes on keeps its adapter for later calls.
+        Overloaded if too many loads wait. Nothing is changed then; a read that goes on keeps its adapter for later.
         """
         self._check_name(asked.name)
         held = self._held(asked.digest)

@@ -86,7 +86,7 @@ async def test_a_directory_that_does_not_answer_holds_one_thread_and_no_other_lo
 
 
 async def test_a_load_has_a_deadline_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers without a deadline do not wait for a directory that does not answer, and later ones do not wait at all."""
+    """Callers without a deadline wait so long for a directory that does not answer, and later ones do not wait."""
     monkeypatch.setattr(pod_adapters, "LOAD_S", 0.05)
     pod, engine = pod_with(tmp_path, "a", "b", "c")
     engine.gate.clear()

@@ -91,7 +91,7 @@ def run(oracle: Oracle, **config: Any) -> list[Completion]:
 
 
 def require_own_adapter(oracle: Oracle, found: list[Completion]) -> None:
-    """Asserts that each row is near its own model, though inputs or weights are rounded otherwise than by the oracle."""
+    """Asserts that each row is near its own model, though the oracle rounds inputs or weights otherwise."""
     for name, completion in zip(ROWS, found, strict=True):
         own = float(errors(oracle, completion, name).mean())
         others = [float(errors(oracle, completion, other).mean()) for other in ROWS if other != name]

@@ -19,8 +19,8 @@ from pod.adapters import PodAdapters
 from prefix_index import publisher
 from tests.lora.adapter_cluster import adapter_cluster, make_files
 from tests.rigs.gateway.gateway_rig import rig
-from tests.rigs.index.index_rig import FakePool, Rig, one_node_cluster
 from tests.rigs.index.index_rig import RECORD as PLAIN_RECORD
+from tests.rigs.index.index_rig import FakePool, Rig, one_node_cluster
 from tests.rigs.pods.harness import prompt_of
 from tests.rigs.waiting import until
 
