@@ -168,7 +168,7 @@ class TransferNode:
     ) -> OutgoingTransfer:
         """Starts a transfer to `target` in the background. Event loop. Later failures are raised by done().
 
-        num_prompt_blocks: blocks of the whole prompt, with the partial last one. adapter: digest of the KV's LoRA adapter.
+        num_prompt_blocks: blocks of the whole prompt, with the partial last one. adapter: digest of its LoRA adapter.
         Raises Unavailable before start() and after stop(); Unauthenticated or UnknownTransfer for a target without a
         right signature for this request and adapter.
         """
