@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest
+from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest, Unauthenticated
 from common.pb import control_pb2, control_pb2_grpc
 from common.rpc import translate_rpc_errors
 from common.settings.pod import PodConfig
@@ -104,6 +104,25 @@ async def test_a_hand_off_finishes_on_the_version_with_which_it_began(
         assert_greedy(old, prompt, answer.tokens)
         with pytest.raises(AdapterNotLoaded, match="not loaded here"):
             await cluster.generate(adapted(prompt, "0" * 32))
+
+
+async def test_a_kv_target_is_for_one_adapter(model_dir: Path, adapters: Path) -> None:
+    """Its signature covers the digest, and Commit proves knowledge of it: KV of another adapter is never taken."""
+    fields = {"adapter_dir": str(adapters)}
+    async with Cluster.start(model_dir, prefill_config=fields, decode_config=fields) as cluster:
+        asked, answer = adapted(prompt_of(30), digest_of(cluster.decode, "first")), Answer()
+        answer.target = kv_target_from_pb((await cluster.reserve(asked, remote_only=True)).target)
+        for digest in (digest_of(cluster.decode, "second"), ""):
+            other = dataclasses.replace(asked, adapter=digest)
+            with pytest.raises(Unauthenticated, match="wrong signature"):
+                await cluster.run_prefill(other, answer, cluster.prefill, 30.0, lambda _: None)
+        assert (await cluster.prefill.info()).computed.prefill == 0
+        inbox = cluster.stream_of(cluster.decode).expect(asked.request_id)
+        await cluster.run_prefill(asked, answer, cluster.prefill, 30.0, lambda _: None)
+        while answer.finish is None:
+            cluster._take(answer, await asyncio.wait_for(inbox.get(), 30.0))
+        merged = merge(AutoModelForCausalLM.from_pretrained(model_dir), adapters / "first")
+        assert_greedy(merged, list(asked.prompt_ids), answer.tokens)
 
 
 async def test_a_pod_without_the_adapter_refuses_before_anything_is_computed(model_dir: Path, adapters: Path) -> None:

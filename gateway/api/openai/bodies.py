@@ -222,9 +222,9 @@ class Generation(Sampling):
     ebnf: FormatElsewhere = param("The place of a grammar in other APIs; here it is structured_outputs.grammar.")
     grammar: FormatElsewhere = param("The same.")
     extra_body: NoFormat = param("Clients send the members of this argument instead of it; without effect.")
-    lora_request: Refused = param("LoRA adapters are not offered.")
-    lora_path: Refused = param("LoRA adapters are not offered.")
-    adapter_id: Refused = param("LoRA adapters are not offered.")
+    lora_request: Refused = param("A LoRA adapter is named as the model.")
+    lora_path: Refused = param("A LoRA adapter is named as the model.")
+    adapter_id: Refused = param("A LoRA adapter is named as the model.")
 
 
 class Conversation(RequestModel):
