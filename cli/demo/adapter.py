@@ -2,7 +2,8 @@
 
     python -m cli.demo.adapter MODEL ADAPTER_DIR --rank 8 --seed 1
 
-MODEL is smollm2, the demo's model, or a directory. The adapter is in PEFT's format. `--size 0` makes one that changes nothing; 1, the default, changes every answer.
+MODEL is smollm2, the demo's model, or a directory. The adapter is in PEFT's format. `--size 0` makes one that changes
+nothing; 1, the default, changes every answer.
 """
 
 from __future__ import annotations
