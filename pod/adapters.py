@@ -1,6 +1,9 @@
 """The LoRA adapters of one pod: their names, and the copies in host memory.
 
     folder --load--> held, without a name --named--> listed --another version, or unloaded--> retired --> forgotten
+                                                      |  ^
+                                 no room on the host  v  |  read again on demand
+                                                     evicted
 
 A name has one meaning at a time, an `AdapterEntry`. Requests name an adapter by its digest, so those that are under way
 elsewhere still need a version that has lost its name: the last KEEP versions stay for KEEP_S seconds. Running sequences
@@ -44,6 +47,8 @@ KEEP, KEEP_S = 16, 600.0
 LOAD_S = 30.0
 #: Loads that read or wait. A further one is refused at once.
 MAX_LOADS = 64
+#: An adapter stays on the host for this time after its use: a request that loads it must find it on the next call.
+PIN_S = 10.0
 #: Names of one pod, removed ones included. Gateways read the whole list after each change.
 MAX_NAMES = 1024
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -54,8 +59,12 @@ _log = logging.getLogger(__name__)
 class PodAdapters:
     """The adapters of one pod. Changes on the event loop; `find`, `entries` and `state` run on any thread."""
 
-    def __init__(self, engine: Engine, directory: str | None, names: str | None, served_name: str) -> None:
-        """`directory`, `names`: the settings adapter_dir and adapter_names; without a directory there are no adapters.
+    def __init__(
+        self, engine: Engine, directory: str | None, names: str | None, served_name: str, memory: int = 0
+    ) -> None:
+        """`directory`, `names`, `memory`: the settings adapter_dir, adapter_names and adapter_memory.
+
+        Without a directory there are no adapters.
 
         Raises ConfigError if one of them cannot be read.
         """
@@ -66,7 +75,10 @@ class PodAdapters:
         self._names = None if names is None else _read_names(Path(names))
         self._lock = threading.Lock()
         self._listed: dict[str, AdapterEntry] = {}
-        self._adapters: dict[str, Adapter] = {}  # Of the listed names
+        #: The adapters of listed names by digest, those used longest ago first, as far as they have room on the host.
+        self._adapters: OrderedDict[str, Adapter] = OrderedDict()
+        self._used: dict[str, float] = {}  # By digest: the last use by a request. time.monotonic()
+        self._memory = memory  # Bytes for them; 0: no bound
         self._kept: OrderedDict[str, tuple[Adapter, float]] = OrderedDict()  # By digest, with the end of its time
         self._version = 1  # Of the list
         self._load_s = 0.0
@@ -118,7 +130,8 @@ class PodAdapters:
             self._set(entry, adapter)
         else:
             with self._lock:
-                self._keep(adapter)
+                self._used[adapter.digest] = time.monotonic()
+                self._hold(adapter)
         return entry
 
     async def _queue_read(self, asked: AdapterEntry) -> tuple[Adapter, str]:
@@ -152,7 +165,7 @@ class PodAdapters:
         with self._lock:
             known = self._listed.get(entry.name)
             if known is not None and known.version >= entry.version:
-                self._keep(adapter)
+                self._hold(adapter)
                 return
             self._replace(entry, adapter)
         _log.info("adapter %s: %s, digest %s", entry.name, entry.path, entry.digest)
@@ -164,13 +177,45 @@ class PodAdapters:
             if not removed:
                 raise InvalidRequest(f"the pod has {MAX_NAMES} names of adapters already", field="lora_name")
             del self._listed[min(removed, key=lambda known: known.version).name]
-        former = self._adapters.pop(entry.name, None)
-        if former is not None:
-            self._keep(former)
-        if adapter is not None:
-            self._adapters[entry.name] = adapter
+        known = self._listed.get(entry.name)
         self._listed[entry.name] = entry
         self._version += 1
+        if known is not None and not self._is_listed(known.digest) and known.digest in self._adapters:
+            self._keep(self._remove(known.digest))
+        if adapter is not None:
+            self._hold(adapter)
+
+    def _is_listed(self, digest: str) -> bool:
+        return any(entry.digest == digest for entry in self._listed.values())
+
+    def _hold(self, adapter: Adapter) -> None:
+        """Keeps an adapter as long as it has a name and room, else for a while. Under the lock."""
+        if not self._is_listed(adapter.digest):
+            self._keep(adapter)
+            return
+        if adapter.digest not in self._adapters:
+            self._version += 1  # for the list of the evicted
+        self._adapters[adapter.digest] = adapter
+        self._adapters.move_to_end(adapter.digest)
+        self._kept.pop(adapter.digest, None)
+        if self._memory:
+            self._evict()
+
+    def _evict(self) -> None:
+        """Forgets the adapters that were used longest ago, until the others have room. Under the lock."""
+        held, pinned = sum(adapter.numbers.nbytes for adapter in self._adapters.values()), time.monotonic() - PIN_S
+        for digest in list(self._adapters)[:-1]:
+            if held <= self._memory:
+                return
+            if self._used.get(digest, pinned) > pinned:
+                continue
+            held -= self._remove(digest).numbers.nbytes
+            self._version += 1
+            _log.info("adapter %s has left the host memory: --adapter-memory is full", digest)
+
+    def _remove(self, digest: str) -> Adapter:
+        self._used.pop(digest, None)
+        return self._adapters.pop(digest)
 
     def _keep(self, adapter: Adapter) -> None:
         """Keeps an adapter without a name for a while. Under the lock."""
@@ -186,12 +231,22 @@ class PodAdapters:
         """Returns the adapter with this digest. Raises AdapterNotLoaded if the pod lacks it."""
         if self._root is None:
             raise AdapterNotLoaded("the pod serves no adapters: set --adapter-dir", field="adapter")
+        with self._lock:
+            if digest in self._adapters:
+                self._adapters.move_to_end(digest)
+                self._used[digest] = time.monotonic()
         return self._engine.find_adapter(digest)
 
     def entries(self) -> tuple[list[AdapterEntry], int]:
         """Returns the meanings of all names, removed ones too, and the number of the list."""
         with self._lock:
             return list(self._listed.values()), self._version
+
+    def evicted(self) -> list[bytes]:
+        """Returns the digests of listed adapters that had no room on the host, as 16 bytes."""
+        with self._lock:
+            listed = {entry.digest for entry in self._listed.values() if entry.digest}
+            return [bytes.fromhex(digest) for digest in sorted(listed - self._adapters.keys() - self._kept.keys())]
 
     def state(self) -> transfer_pb2.Adapters | None:
         """Returns the part of Info that gateways need; None if the pod serves no adapters."""
@@ -211,7 +266,7 @@ class PodAdapters:
         """Returns the numbers of adapters: with a name, retired, and on the device."""
         on_device = len(self._engine.warm_adapters()[0])
         with self._lock:
-            retired = self._kept.keys() - {adapter.digest for adapter in self._adapters.values()}
+            retired = self._kept.keys() - self._adapters.keys()
             return {"named": len(self._adapters), "retired": len(retired), "device": on_device}
 
     # -- files
@@ -237,7 +292,7 @@ class PodAdapters:
                 text = f"the files of {asked.path!r} have changed: their digest is {adapter.digest}"
                 raise AdapterNotLoaded(f"{text}, expected {asked.digest}", field="adapter")
             with self._lock:
-                self._keep(adapter)  # the caller may have left; its next call finds the adapter
+                self._hold(adapter)  # the caller may have left; its next call finds the adapter
         return adapter, self._relative(asked.path)
 
     def _folder(self, path: str) -> Path:

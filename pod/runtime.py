@@ -168,7 +168,8 @@ class PodRuntime:
         cache_events = CacheEventRelay()
         load = functools.partial(Engine, start_ranks=functools.partial(start_ranks, config), **cache_events.callbacks())
         engine = await asyncio.to_thread(load, settings)
-        adapters = PodAdapters(engine, config.adapter_dir, config.adapter_names, served_name(config))
+        where = config.adapter_dir, config.adapter_names, served_name(config), config.adapter_memory
+        adapters = PodAdapters(engine, *where)
         await asyncio.to_thread(adapters.find_all)
         blocks, layout = engine.pool.counts().total, engine.layout
         size = f"{blocks * layout.block_bytes / (1 << 20):.0f} MiB"

@@ -118,7 +118,8 @@ class AdapterLoader:
             return  # the next answer to Info comes soon
         entries = [adapter_from_pb(entry) for entry in answer.adapters]
         self._listed = answer.version
-        self.held = view.held_adapters = warm | {entry.digest for entry in entries if entry.digest}
+        evicted = {digest.hex() for digest in answer.evicted}
+        self.held = view.held_adapters = warm | ({entry.digest for entry in entries if entry.digest} - evicted)
         self._on_entries(entries)
 
     def refuses(self, digest: str) -> bool:

@@ -254,3 +254,51 @@ def test_a_file_that_is_overwritten_later_changes_no_weights(tmp_path: Path) -> 
         file.write(bytes(128))
     assert torch.equal(pair.a, torch.ones(2, 8))
     assert torch.equal(pair.b, torch.ones(8, 2))
+
+
+async def test_adapters_without_room_on_the_host_are_read_again(
+    files: AdapterFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod has memory for one adapter and slots for one; every answer is still that of its adapter."""
+    monkeypatch.setattr(pod_adapters, "PIN_S", 0.0)
+    prompt, params = prompt_of(31), SamplingParams(temperature=0.0, max_tokens=8)
+    expected = {
+        name: files.oracle(name).generate([prompt], params, ignore_eos=True, show_progress=False)[0].ids
+        for name in ("", "first", "second")
+    }
+    fields = {"adapter_memory": 1, "max_adapters": 1}
+    async with adapter_cluster(files, prefill_config=fields, decode_config=fields) as cluster:
+        pods = [pod.runtime.adapters for pod in cluster.pods.pods]
+        assert [len(adapters.evicted()) for adapters in pods] == [1, 1]
+        for name in ("first", "second", "", "first", "second"):
+            assert await cluster.ask(name or "tiny", prompt) == [expected[name]]
+        for adapters in pods:
+            assert adapters.loads["loaded"] >= 5, "two at the start, and one for each change"
+            assert adapters.counts()["named"] == 1
+            assert [entry.name for entry in adapters.entries()[0]] == ["first", "second"]
+        cards = (await cluster.gw.http.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in cards] == ["tiny", "first", "second"], "evicted adapters keep their names"
+
+
+async def test_an_adapter_in_use_is_pinned_and_the_one_used_longest_ago_is_evicted(tmp_path: Path) -> None:
+    pod, engine = pod_with(tmp_path, "aa", "bb", "cc", "dd")
+
+    def read(folder: Path) -> Any:
+        size = SimpleNamespace(nbytes=10)
+        return engine.known.setdefault(folder.name, SimpleNamespace(digest=folder.name, rank=4, numbers=size))
+
+    engine.read = read  # type: ignore[method-assign]
+    pod._memory = 20
+    for name in ("aa", "bb", "cc"):
+        await pod.load(AdapterEntry(name, "", path=name, version=1))
+    assert pod.evicted() == [b"\xaa"]
+    pod.find("bb")
+    await pod.load(AdapterEntry("dd", "", path="dd", version=1))
+    assert pod.evicted() == [b"\xaa", b"\xcc"]
+    version = pod.entries()[1]
+    await pod.load(AdapterEntry("aa", "aa", path="aa"))
+    assert pod.evicted() == [b"\xcc", b"\xdd"], "bb was used a moment ago"
+    assert pod.entries()[1] > version
+    pod.unload("bb", 2)
+    assert pod.evicted() == [b"\xcc", b"\xdd"]
+    assert pod.find("bb").digest == "bb"

@@ -179,7 +179,11 @@ async def test_names_change_by_version_and_paths_stay_below_the_directory(model_
 
 
 def test_settings_that_contradict_each_other() -> None:
-    for fields, name in (({"max_adapters": 2}, "max_adapters"), ({"adapter_names": "x.toml"}, "adapter_names")):
+    for fields, name in (
+        ({"max_adapters": 2}, "max_adapters"),
+        ({"adapter_names": "x.toml"}, "adapter_names"),
+        ({"adapter_memory": 1 << 30}, "adapter_memory"),
+    ):
         with pytest.raises(ConfigError, match="not used without adapter_dir") as caught:
             PodConfig(role=Role.PREFILL, model="m", **fields)
         assert caught.value.field == name
