@@ -36,6 +36,7 @@ from common.errors import (
     describe,
 )
 from common.pb import transfer_pb2
+from common.settings.pod import AdapterSettings
 from common.types import MAX_WARM_ADAPTERS, AdapterEntry
 from engine.adapters.packed import Adapter
 from engine.adapters.peft import CONFIG, WEIGHTS
@@ -59,16 +60,13 @@ _log = logging.getLogger(__name__)
 class PodAdapters:
     """The adapters of one pod. Changes on the event loop; `find`, `entries` and `state` run on any thread."""
 
-    def __init__(
-        self, engine: Engine, directory: str | None, names: str | None, served_name: str, memory: int = 0
-    ) -> None:
-        """`directory`, `names`, `memory`: the settings adapter_dir, adapter_names and adapter_memory.
+    def __init__(self, engine: Engine, settings: AdapterSettings, served_name: str) -> None:
+        """Without the setting adapter_dir the pod serves no adapters.
 
-        Without a directory there are no adapters.
-
-        Raises ConfigError if one of them cannot be read.
+        Raises ConfigError if adapter_dir or adapter_names cannot be read.
         """
         self._engine, self._served_name = engine, served_name
+        directory, names = settings.adapter_dir, settings.adapter_names
         self._root = None if directory is None else Path(directory).resolve()
         if self._root is not None and not self._root.is_dir():
             raise ConfigError(f"adapter_dir: {directory} is not a directory", field="adapter_dir")
@@ -78,11 +76,11 @@ class PodAdapters:
         #: The adapters of listed names by digest, those used longest ago first, as far as they have room on the host.
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()
         self._used: dict[str, float] = {}  # By digest: the last use by a request. time.monotonic()
-        self._memory = memory  # Bytes for them; 0: no bound
+        self._memory = settings.adapter_memory  # Bytes for them; 0: no bound
         self._kept: OrderedDict[str, tuple[Adapter, float]] = OrderedDict()  # By digest, with the end of its time
         self._version = 1  # Of the list
         self._load_s = 0.0
-        self._loads = 0  # That read or wait
+        self._open_loads = 0  # That read or wait
         self._reading: tuple[str, float] | None = None  # Path and start of the read that runs. On the reader's thread
         #: Touches the files. One adapter is read at a time, which bounds the memory, also if callers leave. A directory
         #: that does not answer holds this thread and no other.
@@ -140,18 +138,18 @@ class PodAdapters:
         if reading is not None and (running_s := time.monotonic() - reading[1]) > LOAD_S:
             text = f"the adapter at {reading[0]!r} has been read for {running_s:.0f} s: is the adapter directory slow?"
             raise DeadlineExceeded(text, field="adapter")
-        if self._loads >= MAX_LOADS:
-            raise Overloaded(f"{self._loads} adapters wait to be read already", retry_after_s=self._load_s or 1.0)
-        self._loads += 1
+        if self._open_loads >= MAX_LOADS:
+            raise Overloaded(f"{self._open_loads} adapters wait to be read already", retry_after_s=self._load_s or 1.0)
+        self._open_loads += 1
         try:
             async with asyncio.timeout(LOAD_S):
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._reader, self._read_asked, asked)
         except TimeoutError as error:
-            text = f"the adapter at {asked.path!r} was not read within {LOAD_S:g} s, {self._loads - 1} others wait"
+            text = f"the adapter at {asked.path!r} was not read within {LOAD_S:g} s, {self._open_loads - 1} others wait"
             raise DeadlineExceeded(text, field="adapter") from error
         finally:
-            self._loads -= 1
+            self._open_loads -= 1
 
     def unload(self, name: str, version: int) -> None:
         """Takes a name from its adapter, unless it has a newer version. A pod without the name remembers it too."""

@@ -168,8 +168,7 @@ class PodRuntime:
         cache_events = CacheEventRelay()
         load = functools.partial(Engine, start_ranks=functools.partial(start_ranks, config), **cache_events.callbacks())
         engine = await asyncio.to_thread(load, settings)
-        where = config.adapter_dir, config.adapter_names, served_name(config), config.adapter_memory
-        adapters = PodAdapters(engine, *where)
+        adapters = PodAdapters(engine, config, served_name(config))
         await asyncio.to_thread(adapters.find_all)
         blocks, layout = engine.pool.counts().total, engine.layout
         size = f"{blocks * layout.block_bytes / (1 << 20):.0f} MiB"

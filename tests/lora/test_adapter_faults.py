@@ -23,6 +23,7 @@ from common.errors import (
     Unavailable,
 )
 from common.pb import transfer_pb2
+from common.settings.pod import AdapterSettings
 from common.types import AdapterEntry, SamplingParams
 from engine.adapters.peft import CONFIG, WEIGHTS, read_adapter
 from gateway.pods import adapters as seen
@@ -65,7 +66,7 @@ def pod_with(root: Path, *folders: str) -> tuple[PodAdapters, FakeEngine]:
         for file in (CONFIG, WEIGHTS):
             (root / folder / file).write_text("{}")
     engine: Any = FakeEngine()
-    return PodAdapters(engine, str(root), None, "base"), engine
+    return PodAdapters(engine, AdapterSettings(adapter_dir=str(root)), "base"), engine
 
 
 async def test_a_directory_that_does_not_answer_holds_one_thread_and_no_other_load(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ async def test_a_load_has_a_deadline_of_its_own(tmp_path: Path, monkeypatch: pyt
     await until(lambda: pod._reading is None)
     monkeypatch.setattr(pod_adapters, "LOAD_S", 30.0)
     assert (await pod.load(AdapterEntry("c", "", path="c", version=1))).digest == "c"
-    assert pod._loads == 0
+    assert pod._open_loads == 0
 
 
 async def test_too_many_loads_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,8 @@ def test_files_without_a_date_and_absolute_paths_of_a_file_of_names(tmp_path: Pa
         os.utime(root / "ok" / file, (-5.0, -5.0))
     (tmp_path / "names.toml").write_text(f"mine = '{root / 'ok'}'\n")
     made: Any = engine
-    pod = PodAdapters(made, str(root), str(tmp_path / "names.toml"), "base")
+    settings = AdapterSettings(adapter_dir=str(root), adapter_names=str(tmp_path / "names.toml"))
+    pod = PodAdapters(made, settings, "base")
     pod.find_all()
     assert pod.entries()[0] == [AdapterEntry("mine", "ok", 4, "ok", 1)]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.pb import transfer_pb2
+from common.settings.pod import AdapterSettings
 from common.types import MAX_WARM_ADAPTERS, PodLoad
 from gateway.pods.adapters import AdapterLoader
 from gateway.pods.pod import Pod
@@ -41,7 +42,7 @@ def test_a_load_report_has_a_bounded_list_of_adapters() -> None:
 def test_a_pod_reports_the_adapters_that_were_used_last() -> None:
     adapters = [SimpleNamespace(digest=f"{number:032x}") for number in range(MAX_WARM_ADAPTERS + 5)]
     engine: Any = SimpleNamespace(warm_adapters=lambda: (adapters, 99))
-    load = PodLoad(**PodAdapters(engine, None, None, "base").warm())
+    load = PodLoad(**PodAdapters(engine, AdapterSettings(), "base").warm())
     assert load.warm_adapters == tuple(adapter.digest for adapter in adapters[:MAX_WARM_ADAPTERS])
     assert load.adapter_copies == 99
 
