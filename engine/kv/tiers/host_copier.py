@@ -123,7 +123,7 @@ class HostKVPool:
 
     def checksum(self, host_block: int) -> int:
         """Returns the CRC-32 of a host block that no copy writes to."""
-        return zlib.crc32(self.data[host_block].numpy())
+        return zlib.crc32(self.data[host_block].numpy().tobytes())
 
     def damaged_elsewhere(self) -> int:
         """Returns how many blocks of the last load came back damaged on other ranks."""
