@@ -166,31 +166,33 @@ class Signer:
     def _call_mac(self, method: str, head: bytes, body: bytes) -> bytes:
         return hmac.digest(self._call_key, _joined(method.encode(), head, hashlib.sha256(body).digest()), "sha256")
 
-    def sign_target(self, target: KvTarget, request_id: str, valid_s: float) -> KvTarget:
+    def sign_target(self, target: KvTarget, request_id: str, valid_s: float, adapter: str = "") -> KvTarget:
         """Returns the KV target of a request with a signature that expires after valid_s seconds.
+
+        `adapter` is the digest of the request's LoRA adapter, empty for the base model.
 
         MAX_SKEW_S is added for the clocks of other machines. The receiver of the KV keeps to the exact time itself.
         """
         target = replace(target, expires_at=int((time.time() + valid_s + MAX_SKEW_S) * 1000))
-        return replace(target, signature=self._target_mac(target, request_id))
+        return replace(target, signature=self._target_mac(target, request_id, adapter))
 
-    def verify_target(self, target: KvTarget, request_id: str) -> None:
-        """Verifies that a pod of this cluster signed the KV target for this request.
+    def verify_target(self, target: KvTarget, request_id: str, adapter: str = "") -> None:
+        """Verifies that a pod of this cluster signed the KV target for this request and this adapter.
 
         Raises Unauthenticated, or UnknownTransfer if the signature has expired.
         """
         if not target.signature:
             raise Unauthenticated(f"the KV target of {target.pod} is not signed: upgrade that pod to this version")
-        if not hmac.compare_digest(target.signature, self._target_mac(target, request_id)):
+        if not hmac.compare_digest(target.signature, self._target_mac(target, request_id, adapter)):
             raise Unauthenticated(f"the KV target of {target.pod} for request {request_id} has a wrong signature")
         if (late_s := time.time() - target.expires_at / 1000) > 0:
             raise UnknownTransfer(f"the KV target of {target.pod} for request {request_id} expired {late_s:.1f} s ago")
 
-    def _target_mac(self, target: KvTarget, request_id: str) -> bytes:
+    def _target_mac(self, target: KvTarget, request_id: str, adapter: str) -> bytes:
         transfer_id = target.transfer_id
         numbers = (transfer_id.generation, transfer_id.number, target.expires_at, target.first_block)
         packed = struct.pack(f"<QQQI{len(target.blocks)}I", *numbers, *target.blocks)
-        names = (request_id, target.pod, target.address, target.fingerprint)
+        names = (request_id, target.pod, target.address, target.fingerprint, *([adapter] if adapter else []))
         return hmac.digest(self._target_key, _joined(packed, *(name.encode() for name in names)), "sha256")
 
 

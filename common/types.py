@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
 MAX_N = 128  #: Max sequences of one request (`n`).
+MAX_WARM_ADAPTERS = 64  #: Digests of adapters in one load report.
 
 
 class Role(enum.StrEnum):
@@ -181,7 +182,7 @@ class KvTarget:
     blocks: tuple[int, ...]  # blocks[i] is the physical block for logical block first_block + i.
     fingerprint: str
     expires_at: int = 0  # End of the signature, in milliseconds since the epoch.
-    signature: bytes = b""  # Of the fields above and the request id (Signer.sign_target in common/auth.py).
+    signature: bytes = b""  # Of these fields, request id and adapter (Signer.sign_target in common/auth.py).
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,10 @@ class PodLoad:
     disk_rate: float = 0.0  # Prompt tokens per second whose KV the pod reads from its disk tier.
     shared_cache: bool = False  # The pod reads and writes the shared tier.
     shared_rate: float = 0.0  # Prompt tokens per second whose KV the pod reads from the shared tier.
+    #: Digests of the LoRA adapters on the device, the last used first, at most MAX_WARM_ADAPTERS. Info has them too.
+    warm_adapters: tuple[str, ...] = ()
+    #: Copies of adapters to the device since the start: of two lists the one with more copies is newer.
+    adapter_copies: int = 0
 
     @property
     def has_decode_times(self) -> bool:
@@ -243,9 +248,12 @@ class PodLoad:
         """Parses the load from `to_json`. Unknown fields, of a newer pod, are ignored. Raises ValueError, TypeError."""
         values = json.loads(raw)
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        warm = known.pop("warm_adapters", [])
         if not all(isinstance(value, int | float) and abs(value) < 2**63 for value in known.values()):
             raise ValueError(f"a value is not a finite number: {known}")
-        return cls(**known)
+        if not isinstance(warm, list) or not all(isinstance(digest, str) for digest in warm):
+            raise ValueError("warm_adapters is not a list of digests")
+        return cls(**known, warm_adapters=tuple(warm[:MAX_WARM_ADAPTERS]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ _KV_TARGET = _SameFields(KvTarget, types_pb2.KvTarget, "transfer_id")
 _LAYOUT = _SameFields(KVLayout, transfer_pb2.Layout, "tensor_parallel", "groups", "kv_order")
 _POOL_COUNTS = _SameFields(PoolCounts, transfer_pb2.PoolCounts)
 _ADAPTER = _SameFields(AdapterEntry, control_pb2.Adapter)
-_LOAD = _SameFields(PodLoad, transfer_pb2.Load, "draining")
+_LOAD = _SameFields(PodLoad, transfer_pb2.Load, "draining", "warm_adapters", "adapter_copies")
 
 prompt_logprobs_to_pb, prompt_logprobs_from_pb = _PROMPT_LOGPROBS.to_pb, _PROMPT_LOGPROBS.from_pb
 adapter_to_pb, adapter_from_pb = _ADAPTER.to_pb, _ADAPTER.from_pb

@@ -131,6 +131,7 @@ class DecodeHandOff:
             deadline_s=self._deadline_s,
             on_ready=self._on_transfer_ready,
             on_failed=self._on_transfer_failed,
+            adapter=self.request.adapter,
         )
         self._reservation.callback(node.release, target.transfer_id)
         return target

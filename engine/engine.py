@@ -332,9 +332,9 @@ class Engine:
         """Returns the adapter with this digest. Raises AdapterNotLoaded if the engine lacks it. Any thread."""
         return self.adapters.with_digest(digest)
 
-    def adapter_slots(self) -> tuple[abc.Sequence[Adapter | None], int]:
-        """Returns the adapters on the device by slot, and the number of copies to slots so far. Any thread."""
-        return ((), 0) if self._slots is None else (tuple(self._slots.adapters), self._slots.loads)
+    def warm_adapters(self) -> tuple[abc.Sequence[Adapter], int]:
+        """Returns the adapters on the device, the last used first, and the copies to slots so far. Any thread."""
+        return ((), 0) if self._slots is None else (self._slots.warm(), self._slots.loads)
 
     def add_adapter(self, directory: Path, name: str) -> Adapter:
         """Loads an adapter in PEFT's format to the host, under a new name or in place of another. Any thread.

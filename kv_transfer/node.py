@@ -164,15 +164,16 @@ class TransferNode:
 
     # -- sending ------------------------------------------------------------------------------------------------------
     def start_transfer(
-        self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float
+        self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float, adapter: str = ""
     ) -> OutgoingTransfer:
         """Starts a transfer to `target` in the background. Event loop. Later failures are raised by done().
 
-        num_prompt_blocks: blocks of the whole prompt, with the partial last one. Raises Unavailable before start() and
-        after stop(); Unauthenticated or UnknownTransfer for a target without a right signature for this request.
+        num_prompt_blocks: blocks of the whole prompt, with the partial last one. adapter: digest of its LoRA adapter.
+        Raises Unavailable before start() and after stop(); Unauthenticated or UnknownTransfer for a target without a
+        right signature for this request and adapter.
         """
         self._require_running()
-        self.signer.verify_target(target, request_id)
+        self.signer.verify_target(target, request_id, adapter)
         return self._outgoing.start(target, request_id, num_prompt_blocks, deadline_s)
 
     async def connect(
@@ -193,10 +194,12 @@ class TransferNode:
         deadline_s: float,
         on_ready: Callable[[Commit], None],
         on_failed: Callable[[BatonError], None],
+        adapter: str = "",
     ) -> KvTarget:
         """Makes room for a transfer of logical blocks first_block... into the physical `blocks`. Any thread.
 
-        Returns the signed target, which expires with the deadline. Exactly one callback runs, once, on the transfer
+        Returns the signed target, which expires with the deadline. adapter: digest of the LoRA adapter that the KV must
+        be of. Exactly one callback runs, once, on the transfer
         thread. It must not block.
         - on_ready: the KV is complete and the pin was released.
         - on_failed: deadline, damage, the writer's end, or release() before READY.
@@ -206,7 +209,7 @@ class TransferNode:
         """
         with release_unless_handed_on(pin) as scope:
             self._require_running()
-            target = self._signed_target(request_id, first_block, blocks, deadline_s)
+            target = self._signed_target(request_id, first_block, blocks, deadline_s, adapter)
             transfer_id, deadline = target.transfer_id, self._clock() + deadline_s
             machine = ReceiverMachine(transfer_id, first_block=first_block, num_blocks=len(blocks), deadline=deadline)
             entry = IncomingTransfer(machine, request_id, target, pin, on_ready, on_failed)
@@ -214,11 +217,13 @@ class TransferNode:
             scope.pop_all()
         return target
 
-    def _signed_target(self, request_id: str, first_block: int, blocks: Sequence[int], valid_s: float) -> KvTarget:
+    def _signed_target(
+        self, request_id: str, first_block: int, blocks: Sequence[int], valid_s: float, adapter: str = ""
+    ) -> KvTarget:
         """Returns the capability to write these blocks of this pod for a request."""
         transfer_id = self._incoming.new_transfer_id(self._generation)
         where = (self.signer.name, self.address(), first_block, tuple(blocks))
-        return self.signer.sign_target(KvTarget(transfer_id, *where, self._fingerprint), request_id, valid_s)
+        return self.signer.sign_target(KvTarget(transfer_id, *where, self._fingerprint), request_id, valid_s, adapter)
 
     def release(self, transfer_id: TransferId) -> None:
         """Records that the request has ended on this pod. Any thread; idempotent; ignores unknown ids.

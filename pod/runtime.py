@@ -170,7 +170,7 @@ class PodRuntime:
         cache_events = CacheEventRelay()
         load = functools.partial(Engine, start_ranks=functools.partial(start_ranks, config), **cache_events.callbacks())
         engine = await asyncio.to_thread(load, settings)
-        adapters = PodAdapters(engine, config.adapter_dir, config.adapter_names, served_name(config))
+        adapters = PodAdapters(engine, config, served_name(config))
         await asyncio.to_thread(adapters.find_all)
         blocks, layout = engine.pool.counts().total, engine.layout
         size = f"{blocks * layout.block_bytes / (1 << 20):.0f} MiB"
@@ -448,7 +448,8 @@ class PodRuntime:
     def load(self) -> PodLoad:
         """Returns the load and the rates that routing weighs."""
         draining = self.lifecycle.draining
-        return measure_load(self.engine, self.rates, self.requests, self._embedder, draining=draining)
+        measured = measure_load(self.engine, self.rates, self.requests, self._embedder, draining=draining)
+        return replace(measured, **self.adapters.warm())
 
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:
         """Counts a hand-off that this pod completed as the sender, `seconds` after its first push."""

@@ -190,4 +190,5 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.ListAdaptersResponse:
         """Implements ListAdapters of control.proto."""
         entries, version = self.adapters.entries()
-        return control_pb2.ListAdaptersResponse(adapters=map(adapter_to_pb, entries), version=version)
+        evicted = self.adapters.evicted()
+        return control_pb2.ListAdaptersResponse(adapters=map(adapter_to_pb, entries), version=version, evicted=evicted)

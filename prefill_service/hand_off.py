@@ -177,7 +177,8 @@ class PrefillHandOff:
             raise LayoutMismatch("the target's KV layout differs from this pod's", field="fingerprint")
         if first_block is None or target.first_block + len(target.blocks) != num_pages:
             raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
-        transfer = self._pod.transfer_node.start_transfer(target, request.request_id, num_pages, self._remaining_s())
+        node, left_s = self._pod.transfer_node, self._remaining_s()
+        transfer = node.start_transfer(target, request.request_id, num_pages, left_s, request.adapter)
         with self._lock:
             self.target, self._transfer = target, transfer
             self._next_block = max(self._next_block, first_block)

@@ -44,6 +44,7 @@ from prefix_index.store import (
 
 BATCH_S = 0.03
 HEARTBEAT_S = 3.0
+ADAPTERS_S = 0.5  #: A heartbeat follows within this time after the adapters on the device have changed.
 HOT_S = 30.0  #: Seconds between two lists of hot prefixes.
 MAX_BATCH_BLOCKS = 1_000  #: Blocks per command. It delays look-ups by 1 to 3 ms; 5,000 give no higher throughput.
 MAX_PENDING = 200_000
@@ -196,7 +197,8 @@ class IndexPublisher:
         self._loop: asyncio.AbstractEventLoop | None = None  # while changes are accepted
         self._wake = asyncio.Event()
         self._stopping = False
-        self._beat_due = 0.0
+        self._beat_due = self._adapters_due = 0.0
+        self._adapter_copies = 0  #: Of the published load.
         self._task: asyncio.Task[None] | None = None
         self._held: dict[CacheTier, set[bytes]] = {tier: set() for tier in CacheTier}
         self._batch_number = 0
@@ -304,7 +306,7 @@ class IndexPublisher:
             self._wake.clear()
             if self._record_changed:
                 await self._register()
-            if time.monotonic() >= self._beat_due:
+            if self._is_load_due():
                 self._beat_due = time.monotonic() + HEARTBEAT_S
                 await self._heartbeat()
             if self._changes.stale or self._changes:
@@ -313,12 +315,29 @@ class IndexPublisher:
                 self._sending = False
             if not self._changes and not self._changes.stale:
                 try:
-                    async with asyncio.timeout(max(0.0, self._beat_due - time.monotonic())):
+                    due = min(self._beat_due, self._adapters_due)
+                    async with asyncio.timeout(max(0.0, due - time.monotonic())):
                         await self._wake.wait()
                 except TimeoutError:
                     continue
             if self._changes.stale or len(self._changes) < MAX_BATCH_BLOCKS:
                 await asyncio.sleep(BATCH_S)
+
+    def _is_load_due(self) -> bool:
+        """Returns whether the load must be published now, because of its period or of another list of adapters."""
+        now = time.monotonic()
+        if now >= self._beat_due:
+            return True
+        if now < self._adapters_due:
+            return False
+        self._adapters_due = now + ADAPTERS_S
+        return self._load().adapter_copies != self._adapter_copies
+
+    def _load_json(self) -> str:
+        """Returns the load for the index, and remembers its list of adapters."""
+        load = self._load()
+        self._adapter_copies = load.adapter_copies
+        return load.to_json()
 
     async def _register(self) -> None:
         assert self._client is not None
@@ -335,7 +354,7 @@ class IndexPublisher:
             LEASE_MS,
             INFO_TTL_S,
             PODS_TTL_S,
-            self._load().to_json(),
+            self._load_json(),
         ]
         args += r.to_fields()
         slot = int(await self._register_script.run(self._client, names, args))
@@ -352,7 +371,7 @@ class IndexPublisher:
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
             *(*self._held_keys(), keys.batch_number(r.pod, r.generation), keys.postings, keys.slots, keys.sweep),
         )
-        args = (r.pod, r.generation, self._slot, LEASE_MS, self._load().to_json(), HELD_TTL_S, INFO_TTL_S, PODS_TTL_S)
+        args = (r.pod, r.generation, self._slot, LEASE_MS, self._load_json(), HELD_TTL_S, INFO_TTL_S, PODS_TTL_S)
         sizes = await self._heartbeat_script.run(self._client, names, args)
         if sizes == [-1]:
             raise await self._registration_lost("the index has forgotten this pod")

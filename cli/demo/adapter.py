@@ -1,8 +1,9 @@
 """Writes a LoRA adapter with random weights for a model, to try adapters without training one.
 
-    python -m cli.demo.adapter MODEL_DIR ADAPTER_DIR --rank 8 --seed 1
+    python -m cli.demo.adapter MODEL ADAPTER_DIR --rank 8 --seed 1
 
-The adapter is in PEFT's format. `--size 0` makes one that changes nothing; 1, the default, changes every answer.
+MODEL is smollm2, the demo's model, or a directory. The adapter is in PEFT's format. `--size 0` makes one that changes
+nothing; 1, the default, changes every answer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cli.demo.model import prepared
 from common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,14 +73,15 @@ def write_random_adapter(model_dir: Path, directory: Path, *, rank: int, seed: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="model directory")
+    parser.add_argument("model", help="smollm2 or a model directory")
     parser.add_argument("directory", type=Path, help="directory of the adapter, which is made")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=float, default=1.0, help="about the ratio of the change to the weight")
     args = parser.parse_args()
     try:
-        write_random_adapter(args.model, args.directory, rank=args.rank, seed=args.seed, size=args.size)
+        model_dir = prepared(args.model, tokenizer=False, weights=False, say=print)
+        write_random_adapter(model_dir, args.directory, rank=args.rank, seed=args.seed, size=args.size)
     except ConfigError as error:
         parser.error(error.message)
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.pb import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\"T\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x06\"8\n\x12LoadAdapterRequest\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.baton.v1.Adapter\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.baton.v1.Adapter\"5\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"L\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.baton.v1.Adapter\x12\x0f\n\x07version\x18\x02 \x01(\x04\"B\n\x11SwitchRoleRequest\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\"g\n\x12SwitchRoleResponse\x12\x1e\n\x06\x66ormer\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\r\n\x05moved\x18\x02 \x01(\r\x12\x11\n\tdrained_s\x18\x03 \x01(\x01\x12\x0f\n\x07ready_s\x18\x04 \x01(\x01\"\x19\n\x17ResetPrefixCacheRequest\"J\n\x18ResetPrefixCacheResponse\x12\x0f\n\x07\x63leared\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x0f\n\x07indexed\x18\x03 \x01(\x08\x32\x9a\x03\n\x07\x43ontrol\x12Y\n\x10ResetPrefixCache\x12!.baton.v1.ResetPrefixCacheRequest\x1a\".baton.v1.ResetPrefixCacheResponse\x12G\n\nSwitchRole\x12\x1b.baton.v1.SwitchRoleRequest\x1a\x1c.baton.v1.SwitchRoleResponse\x12J\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1d.baton.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1f.baton.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.baton.v1.ListAdaptersRequest\x1a\x1e.baton.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\"T\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x06\"8\n\x12LoadAdapterRequest\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.baton.v1.Adapter\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.baton.v1.Adapter\"5\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"]\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.baton.v1.Adapter\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x03 \x03(\x0c\"B\n\x11SwitchRoleRequest\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\"g\n\x12SwitchRoleResponse\x12\x1e\n\x06\x66ormer\x18\x01 \x01(\x0e\x32\x0e.baton.v1.Role\x12\r\n\x05moved\x18\x02 \x01(\r\x12\x11\n\tdrained_s\x18\x03 \x01(\x01\x12\x0f\n\x07ready_s\x18\x04 \x01(\x01\"\x19\n\x17ResetPrefixCacheRequest\"J\n\x18ResetPrefixCacheResponse\x12\x0f\n\x07\x63leared\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x0f\n\x07indexed\x18\x03 \x01(\x08\x32\x9a\x03\n\x07\x43ontrol\x12Y\n\x10ResetPrefixCache\x12!.baton.v1.ResetPrefixCacheRequest\x1a\".baton.v1.ResetPrefixCacheResponse\x12G\n\nSwitchRole\x12\x1b.baton.v1.SwitchRoleRequest\x1a\x1c.baton.v1.SwitchRoleResponse\x12J\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1d.baton.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1f.baton.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.baton.v1.ListAdaptersRequest\x1a\x1e.baton.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,15 +45,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTADAPTERSREQUEST']._serialized_start=344
   _globals['_LISTADAPTERSREQUEST']._serialized_end=365
   _globals['_LISTADAPTERSRESPONSE']._serialized_start=367
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=443
-  _globals['_SWITCHROLEREQUEST']._serialized_start=445
-  _globals['_SWITCHROLEREQUEST']._serialized_end=511
-  _globals['_SWITCHROLERESPONSE']._serialized_start=513
-  _globals['_SWITCHROLERESPONSE']._serialized_end=616
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=618
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=643
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=645
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=719
-  _globals['_CONTROL']._serialized_start=722
-  _globals['_CONTROL']._serialized_end=1132
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=460
+  _globals['_SWITCHROLEREQUEST']._serialized_start=462
+  _globals['_SWITCHROLEREQUEST']._serialized_end=528
+  _globals['_SWITCHROLERESPONSE']._serialized_start=530
+  _globals['_SWITCHROLERESPONSE']._serialized_end=633
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=635
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=660
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=662
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=736
+  _globals['_CONTROL']._serialized_start=739
+  _globals['_CONTROL']._serialized_end=1149
 # @@protoc_insertion_point(module_scope)

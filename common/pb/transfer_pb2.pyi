@@ -375,10 +375,13 @@ class Adapters(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WARM_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Number of the list that Control.ListAdapters returns; it grows with each change."""
     load_s: _builtins.float
     """Seconds that the pod needs to read an adapter from its files; 0: not measured."""
+    copies: _builtins.int
+    """Copies to the device since the start: of two lists of `warm` the one with more copies is newer."""
     @_builtins.property
     def warm(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Digests of the adapters on the device, at most one for each slot, as 16 bytes."""
@@ -389,10 +392,11 @@ class Adapters(_message.Message):
         version: _builtins.int = ...,
         warm: _abc.Iterable[_builtins.bytes] | None = ...,
         load_s: _builtins.float = ...,
+        copies: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_s", b"load_s", "version", b"version", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "load_s", b"load_s", "version", b"version", "warm", b"warm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

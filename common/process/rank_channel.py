@@ -31,6 +31,7 @@ from common.tls import SERVER_NAME, TlsFiles, socket_identity
 SEND_S = 30.0  #: A peer that receives nothing for this time, or stops inside a message, counts as gone.
 HELLO_S = 10.0  #: Longest pause between messages of a peer that has not proved itself.
 KEEP_ALIVE_S = 15  #: Silence after which TCP keep-alive probes the peer's machine.
+PIECE_BYTES = 1 << 20  #: Bytes for which a slow link has SEND_S. A larger message is sent in pieces.
 _HEAD = struct.Struct("<IQ")  #: Bytes of the fields, bytes of the payload.
 _MAX_FIELD_BYTES = 1 << 20
 _NONCE_BYTES = 32
@@ -132,7 +133,9 @@ class RankChannel:
         """Sends a message. Raises Unavailable if the peer is gone."""
         header = json.dumps({"kind": kind, **fields}).encode()
         try:
-            self._sock.sendall(b"".join((_HEAD.pack(len(header), len(payload)), header, payload)))
+            message = memoryview(b"".join((_HEAD.pack(len(header), len(payload)), header, payload)))
+            for start in range(0, len(message), PIECE_BYTES):
+                self._sock.sendall(message[start : start + PIECE_BYTES])  # its time limit is for the whole call
         except OSError as error:
             raise Unavailable(f"{self.name} is gone: {describe(error, limit_s=SEND_S)}") from error
 
@@ -174,7 +177,7 @@ class RankChannel:
         parts: list[bytes] = []
         while count:
             try:
-                part = self._sock.recv(min(count, 1 << 20))
+                part = self._sock.recv(min(count, PIECE_BYTES))
             except OSError as error:
                 raise Unavailable(f"{self.name} is gone: {describe(error, limit_s=SEND_S)}") from error
             if not part:

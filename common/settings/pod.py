@@ -73,10 +73,16 @@ class AdapterSettings(Settings, section="LoRA adapters"):
         "Names of the adapters with their sub-folders, NAME = 'FOLDER' (TOML, or JSON if it ends in .json); default: "
         "each sub-folder under its own name",
     )
+    adapter_memory: int = setting(
+        kinds.size(0),
+        0,
+        "Host memory for LoRA adapters with a name, like 64GiB: those that were used longest ago are read again when a "
+        "request needs them; default: no bound",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("adapter_names", "max_adapters"):
+        for name in ("adapter_names", "adapter_memory", "max_adapters"):
             if self.adapter_dir is None and getattr(self, name, None):
                 raise setting_error(name, "not used without adapter_dir, where the adapters are")
 

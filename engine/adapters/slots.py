@@ -197,6 +197,11 @@ class AdapterSlots:
             if found not in self._loading:
                 seq.adapter_slot = found
 
+    def warm(self) -> list[Adapter]:
+        """Returns the adapters in slots, the last used first. Any thread."""
+        used = sorted(zip(list(self._used_at), list(self.adapters), strict=True), key=lambda pair: -pair[0])
+        return [adapter for _, adapter in used if adapter is not None]
+
     def drop_unused(self) -> None:
         """Lets other ranks forget adapters without a user. Here are none."""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import grpc
 
-from common.errors import AdapterNotLoaded, BatonError, DeadlineExceeded, Unavailable
+from common.errors import AdapterNotLoaded, BatonError, DeadlineExceeded, Overloaded, Unavailable
 from common.pb import control_pb2, control_pb2_grpc, transfer_pb2
 from common.rpc import translate_rpc_errors
 from common.types import AdapterEntry
@@ -106,7 +106,9 @@ class AdapterLoader:
         if not self.serves:
             return
         warm = {digest.hex() for digest in info.adapters.warm}
-        view.warm_adapters, view.held_adapters, view.adapter_load_s = warm, self.held, info.adapters.load_s
+        view.held_adapters, view.adapter_load_s = self.held, info.adapters.load_s
+        if info.adapters.copies >= view.adapter_copies:  # else the index was read later
+            view.warm_adapters, view.adapter_copies = warm, info.adapters.copies
         self.held |= warm
         if self._listed == info.adapters.version:
             return
@@ -116,7 +118,8 @@ class AdapterLoader:
             return  # the next answer to Info comes soon
         entries = [adapter_from_pb(entry) for entry in answer.adapters]
         self._listed = answer.version
-        self.held = view.held_adapters = warm | {entry.digest for entry in entries if entry.digest}
+        evicted = {digest.hex() for digest in answer.evicted}
+        self.held = view.held_adapters = warm | ({entry.digest for entry in entries if entry.digest} - evicted)
         self._on_entries(entries)
 
     def refuses(self, digest: str) -> bool:
@@ -147,8 +150,9 @@ class AdapterLoader:
             raise Unavailable(f"pod {self._name()} did not load the adapter {entry.name!r} in time") from e
         except Unavailable as e:
             raise Unavailable(f"pod {self._name()} did not load the adapter {entry.name!r}: {e.message}") from e
-        except DeadlineExceeded as e:
-            text = f"pod {self._name()} did not load the adapter {entry.name!r} within {LOAD_TIMEOUT_S:g} s"
+        except (DeadlineExceeded, Overloaded) as e:  # other pods may have time
+            within = f" within {LOAD_TIMEOUT_S:g} s" if isinstance(e, DeadlineExceeded) else ""
+            text = f"pod {self._name()} did not load the adapter {entry.name!r}{within}: {e.message}"
             raise self._refuse(entry.digest, Unavailable(text)) from e
         except BatonError as e:
             text = f"pod {self._name()} cannot load the adapter {entry.name!r}: {e.message}"

@@ -351,9 +351,12 @@ class Pod:
         return self.view
 
     def on_index_load(self, load: PodLoad) -> None:
-        """Takes a load report from the index. Has no effect for a pod that reports by Info, which is newer."""
-        if self.view is not None and not self._reports_load:
-            self.view.apply_report(load, time.monotonic())
+        """Takes a load report from the index. A pod that reports by Info may be newer there, but for its adapters."""
+        view = self.view
+        if view is not None and load.adapter_copies > view.adapter_copies:
+            view.warm_adapters, view.adapter_copies = set(load.warm_adapters), load.adapter_copies
+        if view is not None and not self._reports_load:
+            view.apply_report(load, time.monotonic())
 
     def _require_compatible(self, pb: transfer_pb2.InfoResponse) -> None:
         """Raises LayoutMismatch or ModelNotFound for a pod that cannot serve this gateway's requests."""

@@ -122,6 +122,7 @@ class PodView:
     late_targets: bool = False  #: The pod computes a prompt before SetTarget says where the KV goes.
 
     warm_adapters: set[str] = field(default_factory=set)  #: Digests of the LoRA adapters on the device.
+    adapter_copies: int = 0  #: Copies to the pod's device up to this list of warm adapters.
     held_adapters: Collection[str] = ()  #: Digests of those in host memory, as far as is known.
     adapter_load_s: float = 0.0  #: Time to read an adapter from files; 0 until the pod has measured it.
 

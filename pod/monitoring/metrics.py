@@ -97,7 +97,7 @@ class PodMetrics:
         text = "LoRA adapters read from files, by outcome."
         m.sampled_counter("adapter_loads", text, _by(lambda: adapters.loads, dict), ["outcome"])
         text = "Copies of LoRA adapters to the device."
-        m.sampled_counter("adapter_copies", text, _one(lambda: engine.adapter_slots()[1]))
+        m.sampled_counter("adapter_copies", text, _one(lambda: engine.warm_adapters()[1]))
 
     def set_pod_info(self, role: str, model: str, version: str) -> None:
         """Sets role, model and version of this pod."""

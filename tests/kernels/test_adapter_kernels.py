@@ -42,14 +42,20 @@ STEPS = {
 class Rig:
     """A decoder in plain torch and one in kernels, both with the same weights, and adapters for both."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        ranks: tuple[int, int, int] = (5, 16, 40),
+        max_rank: int = MAX_RANK,
+    ) -> None:
         spec = parse_spec(CONFIG, {})
         self.plain = Decoder(spec, 64, device, dtype, fused=False)
         self.fused = Decoder(spec, 64, device, dtype, fused=True)
         randomize(self.plain, 1)
         self.fused.load_state_dict(self.plain.state_dict())
         self.sites, self.device = sites_of(self.plain), device
-        files = [self.file(seed, rank) for seed, rank in enumerate((5, 16, 40))]
+        files = [self.file(seed, rank) for seed, rank in enumerate(ranks)]
         self.adapters = [pack_adapter(file, self.sites, dtype, pin=False) for file in files]
         # The capacity is that of the largest adapter; what lies behind a smaller one is NaN and must not be read.
         numbers = torch.full((SLOTS, max(len(a.numbers) for a in self.adapters)), float("nan"), dtype=dtype)
@@ -59,7 +65,7 @@ class Rig:
             torch.stack(parts) for parts in zip(*((a.table, a.scales) for a in self.adapters), strict=True)
         )
         on_device = (part.to(device) for part in (numbers, table, scales))
-        self.memory = SlotMemory(sites_of(self.fused), MAX_RANK, *on_device)
+        self.memory = SlotMemory(sites_of(self.fused), max_rank, *on_device)
 
     def file(self, seed: int, rank: int) -> AdapterFile:
         """Makes an adapter of some modules, with another rank for some."""
@@ -87,7 +93,7 @@ class Rig:
 @pytest.fixture(scope="module")
 def rig() -> Rig:
     if torch.cuda.is_available():
-        pytest.skip("benchmarks/lora.py --check compares with float64 on a GPU")
+        pytest.skip("benchmarks/lora.py --kernels compares with float64 on a GPU")
     return Rig(CPU)
 
 
@@ -104,6 +110,21 @@ def test_kernels_equal_torch(name: str, rig: Rig, gen: torch.Generator) -> None:
         for rows, out in zip(pair, outs, strict=True):
             rows.add(out, x, site, norm, factor=0.7)
         torch.testing.assert_close(outs[0], outs[1], atol=1e-4, rtol=1e-4)
+
+
+def test_the_smallest_and_the_largest_rank(gen: torch.Generator) -> None:
+    limits = Rig(CPU, ranks=(1, 256, 17), max_rank=256)
+    pair = [limits.rows(STEPS["mixed"], kernels=kernels) for kernels in (True, False)]
+    layer = limits.plain.layer_list[0]
+    x = torch.randn(len(STEPS["mixed"]), 48, generator=gen)
+    found = []
+    for rows in pair:
+        qkv = torch.zeros(len(x), layer.attention.qkv.weight.shape[0])
+        rows.add(qkv, x, limits.sites.of(layer.attention.qkv), None)
+        gate_up = torch.zeros(len(x), layer.mlp.gate_up.weight.shape[0])
+        found.append([qkv, rows.swiglu(gate_up, x, limits.sites.of(layer.mlp.gate_up), layer.mlp_norm)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["one row", "mixed"])

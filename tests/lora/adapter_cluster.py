@@ -18,18 +18,30 @@ from common.types import SamplingParams, Token
 from engine.llm import LLM
 from gateway.admission.api_keys import ANONYMOUS
 from gateway.serving.request import CompletionBody, GenerationSpec
-from tests.lora.lora_rig import merge, save_adapter
+from tests.lora.lora_rig import LAYER_MODULES, merge, save_adapter
 from tests.rigs.engine.draft_models import BYTES, byte_tokenizer, tiny_target
 from tests.rigs.gateway.gateway_rig import Rig, rig
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Cluster
 from tests.rigs.waiting import until
 
 NAMES = ("first", "second")
+#: Options of `save_adapter` by name.
+OPTIONS: dict[str, dict[str, Any]] = {name: {"seed": seed, "size": 0.3} for seed, name in enumerate(NAMES)}
+#: A third adapter of other modules, ranks and scales.
+THIRD: dict[str, Any] = {
+    "seed": 2,
+    "size": 0.2,
+    "rank": 9,
+    "rslora": True,
+    "modules": (*LAYER_MODULES, "lm_head", "embed_tokens"),
+    "ranks": {"0.self_attn.q_proj": 16},
+    "alphas": {"down_proj": 3.0},
+}
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """A base model, a directory with the adapters of NAMES, and the merged models by name; "" is the base."""
+    """A base model, a directory with adapters, and the merged models by name; "" is the base."""
 
     base: Path
     adapters: Path
@@ -41,14 +53,14 @@ class AdapterFiles:
         return LLM(self.merged[name], chunk_tokens=CHUNK, threads=1, device="cpu", dtype="float32", **settings)
 
 
-def make_files(root: Path) -> AdapterFiles:
-    """Writes a model with a tokenizer of bytes, two adapters over it, and the models with them merged."""
+def make_files(root: Path, options: Mapping[str, dict[str, Any]] = OPTIONS) -> AdapterFiles:
+    """Writes a model with a tokenizer of bytes, adapters over it, and the models with them merged."""
     base = tiny_target(root / "base", vocab=BYTES, scale=0.4)
     byte_tokenizer(base)
     model = AutoModelForCausalLM.from_pretrained(base)
     merged = {"": base}
-    for seed, name in enumerate(NAMES):
-        folder = save_adapter(root / "adapters" / name, model, seed=seed, size=0.3)
+    for name, own in options.items():
+        folder = save_adapter(root / "adapters" / name, model, **own)
         merged[name] = root / "merged" / name
         merge(model, folder).save_pretrained(merged[name])
         shutil.copy(base / "tokenizer.json", merged[name])

@@ -13,14 +13,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.errors import AdapterNotLoaded, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
+from common.errors import (
+    AdapterNotLoaded,
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from common.pb import transfer_pb2
+from common.settings.pod import AdapterSettings
 from common.types import AdapterEntry, SamplingParams
 from engine.adapters.peft import CONFIG, WEIGHTS, read_adapter
 from gateway.pods import adapters as seen
+from pod import adapters as pod_adapters
 from pod.adapters import PodAdapters
 from tests.lora.adapter_cluster import AdapterFiles, adapter_cluster, make_files
 from tests.rigs.pods.harness import prompt_of
+from tests.rigs.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,7 @@ def pod_with(root: Path, *folders: str) -> tuple[PodAdapters, FakeEngine]:
         for file in (CONFIG, WEIGHTS):
             (root / folder / file).write_text("{}")
     engine: Any = FakeEngine()
-    return PodAdapters(engine, str(root), None, "base"), engine
+    return PodAdapters(engine, AdapterSettings(adapter_dir=str(root)), "base"), engine
 
 
 async def test_a_directory_that_does_not_answer_holds_one_thread_and_no_other_load(tmp_path: Path) -> None:
@@ -73,6 +84,38 @@ async def test_a_directory_that_does_not_answer_holds_one_thread_and_no_other_lo
     assert (await waiting).digest == "c"
     assert engine.reads == ["a", "b", "c"], "calls that were given up are not made"
     assert "b" in pod._kept, "a read whose caller has left is not lost"
+
+
+async def test_a_load_has_a_deadline_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers without a deadline wait so long for a directory that does not answer, and later ones do not wait."""
+    monkeypatch.setattr(pod_adapters, "LOAD_S", 0.05)
+    pod, engine = pod_with(tmp_path, "a", "b", "c")
+    engine.gate.clear()
+    first, second = (asyncio.ensure_future(pod.load(AdapterEntry(name, "", path=name, version=1))) for name in "ab")
+    for load, path in ((first, "a"), (second, "b")):
+        with pytest.raises(DeadlineExceeded, match=f"'{path}' was not read within 0.05 s"):
+            await asyncio.wait_for(load, 10.0)
+    with pytest.raises(DeadlineExceeded, match=r"'a' has been read for .* is the adapter directory slow"):
+        await pod.load(AdapterEntry("c", "", path="c", version=1))
+    assert engine.reads == ["a"]
+    engine.gate.set()
+    await until(lambda: pod._reading is None)
+    monkeypatch.setattr(pod_adapters, "LOAD_S", 30.0)
+    assert (await pod.load(AdapterEntry("c", "", path="c", version=1))).digest == "c"
+    assert pod._open_loads == 0
+
+
+async def test_too_many_loads_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_adapters, "MAX_LOADS", 2)
+    pod, engine = pod_with(tmp_path, "a", "b", "c")
+    engine.gate.clear()
+    waiting = [asyncio.ensure_future(pod.load(AdapterEntry(name, "", path=name, version=1))) for name in "ab"]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="2 adapters wait"):
+        await pod.load(AdapterEntry("c", "", path="c", version=1))
+    engine.gate.set()
+    assert [entry.digest for entry in await asyncio.gather(*waiting)] == ["a", "b"]
+    assert (await pod.load(AdapterEntry("c", "", path="c", version=1))).digest == "c"
 
 
 async def test_bad_paths_are_refused_with_their_field(tmp_path: Path) -> None:
@@ -104,7 +147,8 @@ def test_files_without_a_date_and_absolute_paths_of_a_file_of_names(tmp_path: Pa
         os.utime(root / "ok" / file, (-5.0, -5.0))
     (tmp_path / "names.toml").write_text(f"mine = '{root / 'ok'}'\n")
     made: Any = engine
-    pod = PodAdapters(made, str(root), str(tmp_path / "names.toml"), "base")
+    settings = AdapterSettings(adapter_dir=str(root), adapter_names=str(tmp_path / "names.toml"))
+    pod = PodAdapters(made, settings, "base")
     pod.find_all()
     assert pod.entries()[0] == [AdapterEntry("mine", "ok", 4, "ok", 1)]
 
@@ -147,16 +191,21 @@ def loader() -> seen.AdapterLoader:
     return made
 
 
-async def test_a_load_that_hangs_is_not_asked_for_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "text"), [(DeadlineExceeded("late"), " within 30 s: late"), (Overloaded("64 wait"), ": 64 wait")]
+)
+async def test_a_pod_that_does_not_load_in_time_is_not_asked_again_at_once(
+    error: BatonError, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pod, calls, entry = loader(), [], AdapterEntry("n", "1" * 32)
 
     async def call(asked: AdapterEntry) -> AdapterEntry:
         calls.append(asked)
-        raise DeadlineExceeded("late")
+        raise error
 
     monkeypatch.setattr(pod, "call_load", call)
     for _ in range(2):
-        with pytest.raises(Unavailable, match=r"pod p did not load the adapter 'n' within 30 s"):
+        with pytest.raises(Unavailable, match=f"pod p did not load the adapter 'n'{text}"):
             await pod.load(entry, 1.0)
     assert (len(calls), pod.refuses(entry.digest)) == (1, True)
     await pod.refresh(transfer_pb2.InfoResponse(generation=2), SimpleNamespace())  # type: ignore[arg-type]
@@ -207,3 +256,51 @@ def test_a_file_that_is_overwritten_later_changes_no_weights(tmp_path: Path) -> 
         file.write(bytes(128))
     assert torch.equal(pair.a, torch.ones(2, 8))
     assert torch.equal(pair.b, torch.ones(8, 2))
+
+
+async def test_adapters_without_room_on_the_host_are_read_again(
+    files: AdapterFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod has memory for one adapter and slots for one; every answer is still that of its adapter."""
+    monkeypatch.setattr(pod_adapters, "PIN_S", 0.0)
+    prompt, params = prompt_of(31), SamplingParams(temperature=0.0, max_tokens=8)
+    expected = {
+        name: files.oracle(name).generate([prompt], params, ignore_eos=True, show_progress=False)[0].ids
+        for name in ("", "first", "second")
+    }
+    fields = {"adapter_memory": 1, "max_adapters": 1}
+    async with adapter_cluster(files, prefill_config=fields, decode_config=fields) as cluster:
+        pods = [pod.runtime.adapters for pod in cluster.pods.pods]
+        assert [len(adapters.evicted()) for adapters in pods] == [1, 1]
+        for name in ("first", "second", "", "first", "second"):
+            assert await cluster.ask(name or "tiny", prompt) == [expected[name]]
+        for adapters in pods:
+            assert adapters.loads["loaded"] >= 5, "two at the start, and one for each change"
+            assert adapters.counts()["named"] == 1
+            assert [entry.name for entry in adapters.entries()[0]] == ["first", "second"]
+        cards = (await cluster.gw.http.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in cards] == ["tiny", "first", "second"], "evicted adapters keep their names"
+
+
+async def test_an_adapter_in_use_is_pinned_and_the_one_used_longest_ago_is_evicted(tmp_path: Path) -> None:
+    pod, engine = pod_with(tmp_path, "aa", "bb", "cc", "dd")
+
+    def read(folder: Path) -> Any:
+        size = SimpleNamespace(nbytes=10)
+        return engine.known.setdefault(folder.name, SimpleNamespace(digest=folder.name, rank=4, numbers=size))
+
+    engine.read = read  # type: ignore[method-assign]
+    pod._memory = 20
+    for name in ("aa", "bb", "cc"):
+        await pod.load(AdapterEntry(name, "", path=name, version=1))
+    assert pod.evicted() == [b"\xaa"]
+    pod.find("bb")
+    await pod.load(AdapterEntry("dd", "", path="dd", version=1))
+    assert pod.evicted() == [b"\xaa", b"\xcc"]
+    version = pod.entries()[1]
+    await pod.load(AdapterEntry("aa", "aa", path="aa"))
+    assert pod.evicted() == [b"\xcc", b"\xdd"], "bb was used a moment ago"
+    assert pod.entries()[1] > version
+    pod.unload("bb", 2)
+    assert pod.evicted() == [b"\xcc", b"\xdd"]
+    assert pod.find("bb").digest == "bb"

@@ -176,8 +176,10 @@ async def test_an_answer_goes_on_with_its_version_after_a_decode_death(files: Ad
         assert await cluster.ask("mine", prompt, max_tokens=60) == [answers["second"]]
 
 
-async def test_answers_under_hot_swap_are_of_the_version_that_was_asked_for(files: AdapterFiles) -> None:
-    counts = await swap_over_hand_off(files, 60)
+@pytest.mark.parametrize("requests", [60, pytest.param(1000, marks=pytest.mark.long)])
+async def test_answers_under_hot_swap_are_of_the_version_that_was_asked_for(requests: int, files: AdapterFiles) -> None:
+    counts = await swap_over_hand_off(files, requests)
+    assert counts.requests == requests
     assert counts.wrong == 0
     assert counts.swaps > 8
 

@@ -1,7 +1,7 @@
 """Adapters with all that moves or shares KV at once: each answer has the tokens of the model with the adapter merged.
 
-One cluster: two prefill pods, two decode pods with n-gram drafts and a host tier, a gateway. The base and two adapters
-share each batch.
+One cluster: two prefill pods, two decode pods with n-gram drafts and a host tier, a gateway. The base and three
+adapters share each batch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import pytest
 from common.grammar.compiler import from_regex
 from common.types import SamplingParams
 from engine.llm import LLM
-from tests.lora.adapter_cluster import NAMES, AdapterCluster, AdapterFiles, adapter_cluster, make_files
+from tests.lora.adapter_cluster import OPTIONS, THIRD, AdapterCluster, AdapterFiles, adapter_cluster, make_files
 from tests.rigs.pods.harness import BLOCK, Cluster, prompt_of, request
 
-MODELS = ("", *NAMES)
+ADAPTERS = {**OPTIONS, "third": THIRD}
+MODELS = ("", *ADAPTERS)
 #: Decode pods with a pool so small that the prompts of this test do not fit.
 DECODE = {"speculation": "ngram", "host_cache": 16 << 20, "num_blocks": 40}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
-    return make_files(tmp_path_factory.mktemp("matrix"))
+    return make_files(tmp_path_factory.mktemp("matrix"), ADAPTERS)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest
+from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest, Unauthenticated
 from common.pb import control_pb2, control_pb2_grpc
 from common.rpc import translate_rpc_errors
 from common.settings.pod import PodConfig
@@ -106,6 +106,25 @@ async def test_a_hand_off_finishes_on_the_version_with_which_it_began(
             await cluster.generate(adapted(prompt, "0" * 32))
 
 
+async def test_a_kv_target_is_for_one_adapter(model_dir: Path, adapters: Path) -> None:
+    """Its signature covers the digest, and Commit proves knowledge of it: KV of another adapter is never taken."""
+    fields = {"adapter_dir": str(adapters)}
+    async with Cluster.start(model_dir, prefill_config=fields, decode_config=fields) as cluster:
+        asked, answer = adapted(prompt_of(30), digest_of(cluster.decode, "first")), Answer()
+        answer.target = kv_target_from_pb((await cluster.reserve(asked, remote_only=True)).target)
+        for digest in (digest_of(cluster.decode, "second"), ""):
+            other = dataclasses.replace(asked, adapter=digest)
+            with pytest.raises(Unauthenticated, match="wrong signature"):
+                await cluster.run_prefill(other, answer, cluster.prefill, 30.0, lambda _: None)
+        assert (await cluster.prefill.info()).computed.prefill == 0
+        inbox = cluster.stream_of(cluster.decode).expect(asked.request_id)
+        await cluster.run_prefill(asked, answer, cluster.prefill, 30.0, lambda _: None)
+        while answer.finish is None:
+            cluster._take(answer, await asyncio.wait_for(inbox.get(), 30.0))
+        merged = merge(AutoModelForCausalLM.from_pretrained(model_dir), adapters / "first")
+        assert_greedy(merged, list(asked.prompt_ids), answer.tokens)
+
+
 async def test_a_pod_without_the_adapter_refuses_before_anything_is_computed(model_dir: Path, adapters: Path) -> None:
     async with Cluster.start(model_dir, prefill_config={"adapter_dir": str(adapters)}) as cluster:
         asked = adapted(prompt_of(20), digest_of(cluster.prefill, "first"))
@@ -160,7 +179,11 @@ async def test_names_change_by_version_and_paths_stay_below_the_directory(model_
 
 
 def test_settings_that_contradict_each_other() -> None:
-    for fields, name in (({"max_adapters": 2}, "max_adapters"), ({"adapter_names": "x.toml"}, "adapter_names")):
+    for fields, name in (
+        ({"max_adapters": 2}, "max_adapters"),
+        ({"adapter_names": "x.toml"}, "adapter_names"),
+        ({"adapter_memory": 1 << 30}, "adapter_memory"),
+    ):
         with pytest.raises(ConfigError, match="not used without adapter_dir") as caught:
             PodConfig(role=Role.PREFILL, model="m", **fields)
         assert caught.value.field == name

@@ -15,6 +15,7 @@ from cli.demo.adapter import write_random_adapter
 from common.errors import ConfigError, InvalidRequest
 from common.grammar.compiler import from_regex
 from common.types import SamplingParams
+from engine.adapters.ops import AdapterOps
 from engine.llm import LLM
 from tests.lora.lora_rig import (
     ADAPTERS,
@@ -88,6 +89,28 @@ def test_mixed_batches_are_exact_with(config: dict[str, Any], oracle: Oracle) ->
             oracle.check(completion, name)
     if config.get("num_blocks") == 24:
         assert llm.engine.scheduler.stats().preemptions > 0
+
+
+def test_the_smallest_and_the_largest_rank(tmp_path: Path) -> None:
+    options = {"one": {"seed": 1, "rank": 1}, "most": {"seed": 2, "rank": 256, "size": 0.05}}
+    oracle = make_oracle(tmp_path, {"model_type": "llama"}, options)
+    llm, names = make_llm(oracle, max_adapter_rank=256), [None, "one", "most"]
+    for name, completion in zip(names, answers(llm, names, [tiny_prompt(19, seed=1)] * 3), strict=True):
+        oracle.check(completion, name)
+
+
+def test_a_batch_without_adapters_computes_nothing_of_them(
+    oracle: Oracle, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = AdapterOps.__init__
+    made = list[Any]()
+    monkeypatch.setattr(AdapterOps, "__init__", lambda self, *args: made.append(init(self, *args)))
+    prompts = [tiny_prompt(21, seed=seed) for seed in (31, 32)]
+    for completion in answers(llm, [None, None], prompts):
+        oracle.check(completion, None)
+    assert not made
+    oracle.check(answers(llm, ["all"], prompts[:1])[0], "all")
+    assert made
 
 
 @pytest.mark.parametrize("family", ["tied", "glm4-moe", "granite-moe"])

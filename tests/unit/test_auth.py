@@ -182,6 +182,8 @@ def test_a_changed_target_is_refused(change: Callable[[KvTarget], KvTarget]) -> 
         signer().verify_target(change(target), "r")
     with pytest.raises(Unauthenticated):
         signer().verify_target(target, "another request")
+    with pytest.raises(Unauthenticated, match="wrong signature"):
+        signer().verify_target(target, "r", "1" * 32)
 
 
 def test_a_call_from_before_the_receivers_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

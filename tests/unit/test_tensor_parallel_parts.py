@@ -168,6 +168,33 @@ def test_a_channel_carries_messages_until_one_end_closes(tls: bool, tmp_path: Pa
     right.close()
 
 
+def test_a_large_message_has_its_time_limit_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of an adapter may take longer than SEND_S on a slow link, whose peer is not gone."""
+    monkeypatch.setattr(rank_channel, "PIECE_BYTES", 1000)
+    left, right = pair()
+    calls = list[int]()
+
+    class Recorder:
+        """Passes the pieces on."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock, self.close = sock, sock.close
+
+        def sendall(self, piece: memoryview) -> None:
+            calls.append(len(piece))
+            self._sock.sendall(piece)
+
+    left._sock = Recorder(left._sock)  # type: ignore[assignment]
+    payload = bytes(range(250)) * 21
+    left.send("hold", payload, load=1)
+    assert max(calls) == 1000
+    assert len(calls) == 6
+    message = right.receive(10.0)
+    assert (message.kind, message.fields, message.payload) == ("hold", {"load": 1}, payload)
+    for end in (left, right):
+        end.close()
+
+
 def test_certificates_of_both_ends_are_of_one_authority_and_of_a_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
