@@ -449,7 +449,7 @@ class PodRuntime:
         """Returns the load and the rates that routing weighs."""
         draining = self.lifecycle.draining
         measured = measure_load(self.engine, self.rates, self.requests, self._embedder, draining=draining)
-        return replace(measured, **self.adapters.warm())
+        return dataclasses.replace(measured, **self.adapters.warm())
 
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:
         """Counts a hand-off that this pod completed as the sender, `seconds` after its first push."""
