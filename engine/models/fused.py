@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
+from engine.kernels.adapters import RowChange
 from engine.kernels.experts.layer import ExpertLayer, mixture
 from engine.kernels.experts.routing import RoutingRule
 from engine.kernels.experts.weight import ExpertWeight, fp8_weight, int4_weight, mxfp4_weight, plain_weight
@@ -186,6 +187,23 @@ class FusedOps(TorchOps):
             return skinny_gemm(y, linear.weight, bias=linear.bias, residual=x, out=x)
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
+
+    def adapts_row(self, x: Tensor, linear: Linear) -> bool:
+        return len(x) == 1 and linear.prepared is None and linear.multiplier == 1.0 and self.is_whole
+
+    def adapted_row(
+        self,
+        x: Tensor,
+        linear: Linear,
+        change: RowChange,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        more: dict[str, Any] = {"norm": weight, "eps": eps, "residual": residual, "out": residual, "gated": gated}
+        return gemv(x, linear.weight, bias=linear.bias, change=change, **more)
 
     def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
         layer = moe.prepared or self.prepare_experts(moe)
