@@ -16,7 +16,7 @@ from engine.adapters.sites import DecoderSites, Site
 from engine.models.layers import RMSNorm
 
 if TYPE_CHECKING:
-    from engine.kernels.adapters import RowChange
+    from engine.kernels.adapters import ChunkChange, RowChange
 
 Shrunk = Any  #: The result of `AdapterRows.shrink`, for the same rows.
 NO_ADAPTER = -1  #: The slot of rows that use the base alone.
@@ -42,6 +42,9 @@ class AdapterRows(Protocol):
 
     def row_change(self, shrunk: Shrunk, first_part: int = 0) -> RowChange | None:
         """Returns what a product of one row needs to do the work of `expand`; None if `expand` has to."""
+
+    def chunk_change(self, shrunk: Shrunk) -> ChunkChange | None:
+        """Returns what a product of gate and up needs to do that of `expand_swiglu`; None if `expand_swiglu` has to."""
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         """Adds the change of the embeddings of tokens [rows] to `out`, [rows, hidden]."""

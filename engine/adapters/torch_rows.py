@@ -58,6 +58,9 @@ class TorchRows:
     def row_change(self, shrunk: _Shrunk, first_part: int = 0) -> None:
         return None
 
+    def chunk_change(self, shrunk: _Shrunk) -> None:
+        return None
+
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         site = self.sites.embedding
         for adapter, rows in self._groups:

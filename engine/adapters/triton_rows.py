@@ -15,7 +15,16 @@ from torch import Tensor
 from engine.adapters.rows import NO_ADAPTER, SlotMemory, max_tiles, tile_rows
 from engine.adapters.sites import Site
 from engine.device import ALIGNMENT, pinned_copy
-from engine.kernels.adapters import RowChange, SlotWeights, expand, gather_states, shrink
+from engine.kernels.adapters import (
+    MAX_CHUNK_RANK,
+    ChunkChange,
+    RowChange,
+    SlotWeights,
+    expand,
+    gather_states,
+    shrink,
+    sum_states,
+)
 from engine.kernels.norm import rms_norm
 from engine.models.layers import RMSNorm
 
@@ -76,6 +85,14 @@ class TritonRows:
             first_part=first_part,
             normed=shrunk.squares is None,
         )
+
+    def chunk_change(self, shrunk: _Shrunk) -> ChunkChange | None:
+        one = self.slots is not None and self.slots[0] != NO_ADAPTER and bool((self.slots == self.slots[0]).all())
+        if not one or shrunk.squares is not None or self._weights.max_rank > MAX_CHUNK_RANK:
+            return None
+        index, dtype = shrunk.site.index, self._weights.numbers.dtype
+        states = sum_states(shrunk.states, self._weights, self._tiles, index, dtype)
+        return ChunkChange(states, self._weights, self._tiles, index)
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         site = self.sites.embedding

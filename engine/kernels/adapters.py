@@ -82,8 +82,32 @@ class RowChange:
 NO_CHANGE = dict.fromkeys(("SITES", "CAPACITY", "WIDTH", "SPLIT", "SPLIT_PAD", "FIRST", "RANK", "N0", "N1"), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkChange:
+    """What a product of gate and up adds to both in the same kernel, if all its rows have one adapter."""
+
+    states: Tensor  # Of `sum_states`, [rows, 2 * max_rank]
+    weights: SlotWeights
+    tiles: Tensor  # The first tile has the adapter's slot
+    site: int
+
+    def tensors(self) -> ChangeTensors:
+        """As `RowChange.tensors`."""
+        numbers, table, scales = self.weights[:3]
+        return ChangeTensors(self.states, numbers, table[:, self.site], scales[:, self.site], self.tiles)
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the constants of the kernel."""
+        sizes = {"SITES": self.weights.table.shape[1], "CAPACITY": self.weights.numbers.stride(0)}
+        return sizes | {"RANK": self.weights.max_rank, "WIDTH": self.states.shape[1]}
+
+
+NO_CHUNK_CHANGE = dict.fromkeys(("SITES", "CAPACITY", "RANK", "WIDTH"), 0)
+MAX_CHUNK_RANK = 64  # Largest rank of a `ChunkChange`: the kernel has code for each part of 16
+
+
 class ChangeTensors(NamedTuple):
-    """The tensors of a `RowChange` for a kernel."""
+    """The tensors of a `RowChange` or `ChunkChange` for a kernel."""
 
     states: Tensor
     numbers: Tensor
@@ -120,6 +144,60 @@ def change_of_row(
     r, split = tl.arange(0, RANK)[None, :], tl.arange(0, SPLIT_PAD)[:, None]
     states = tl.load(change.states + split * WIDTH + shift + r, mask=(split < SPLIT) & (r < rank), other=0.0)
     return tl.sum(b * tl.sum(states, 0)[None, :], 1)
+
+
+@triton.jit
+def add_change_of_pair(
+    acc, change, start: tl.constexpr, m0, n0, rows,
+    N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SITES: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Returns acc [BM, 2 * BN], columns of gate and then of up, plus the ranks start .. start + 15 of both parts.
+
+    One product computes both parts: the inputs are the states of gate and of up, and B is zero off its two blocks.
+    """
+    slot = tl.load(change.tiles).to(tl.int64)
+    entry = change.table + slot * SITES * 8
+    ranks = tl.multiple_of(tl.load(entry + 1), RANK_MULTIPLE), tl.multiple_of(tl.load(entry + 2), RANK_MULTIPLE)
+    j, c = tl.arange(0, 2 * BN)[:, None], tl.arange(0, 2 * RANK_MULTIPLE)[None, :]
+    is_up, of_up = j >= BN, c >= RANK_MULTIPLE
+    n, r = n0 + j % BN, start + c % RANK_MULTIPLE
+    rank = tl.where(is_up, ranks[1], ranks[0])
+    place = tl.where(is_up, tl.load(entry + 5), tl.load(entry + 4)) + n * rank + r
+    b = tl.load(change.numbers + slot * CAPACITY + place, mask=(is_up == of_up) & (n < N) & (r < rank), other=0.0)
+    m = m0 + tl.arange(0, BM)[:, None]
+    state_rank = tl.where(of_up, ranks[1], ranks[0])
+    column = tl.where(of_up, ranks[0], 0) + r
+    states = tl.load(change.states + m.to(tl.int64) * WIDTH + column, mask=(m < rows) & (r < state_rank), other=0.0)
+    return tl.dot(states, tl.trans(b), acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["site", "rows"])
+def _sum_kernel(
+    states, out, table, scales, tiles, site, rows,
+    SITES: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    n = tl.arange(0, BN)[None, :]
+    ok = (row < rows) & (n < WIDTH)
+    slot = tl.load(tiles).to(tl.int64)
+    scale = scales + (slot * SITES + site) * 3
+    factor = tl.where(n < tl.load(table + (slot * SITES + site) * 8 + 1), tl.load(scale), tl.load(scale + 1))
+    total = tl.zeros([BM, BN], tl.float32)
+    for split in tl.static_range(SPLIT):
+        total += tl.load(states + split * rows * WIDTH + row * WIDTH + n, mask=ok, other=0.0)
+    tl.store(out + row * WIDTH + n, (total * factor).to(out.dtype.element_ty), mask=ok)
+
+
+def sum_states(states: Tensor, weights: SlotWeights, tiles: Tensor, site: int, dtype: torch.dtype) -> Tensor:
+    """Returns the states of gate and up times their scales, [rows, width] in `dtype`, for a `ChunkChange`."""
+    split, rows, width = states.shape
+    out = torch.empty(rows, width, dtype=dtype, device=states.device)
+    sizes = {"SITES": weights.table.shape[1], "WIDTH": width, "SPLIT": split}
+    tiling = {"BM": 32, "BN": triton.next_power_of_2(width)}
+    grid = (triton.cdiv(rows, 32),)
+    _sum_kernel[grid](states, out, weights.table, weights.scales, tiles, site, rows, **sizes, **tiling)
+    return out
 
 
 @triton.jit(do_not_specialize=["site", "rows"])

@@ -26,7 +26,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import card
-from engine.kernels.adapters import NO_CHANGE, RowChange, change_of_row, rows_of_b
+from engine.kernels.adapters import (
+    NO_CHANGE,
+    NO_CHUNK_CHANGE,
+    RANK_MULTIPLE,
+    ChunkChange,
+    RowChange,
+    add_change_of_pair,
+    change_of_row,
+    rows_of_b,
+)
 from engine.kernels.card import SHARED_BYTES
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
@@ -296,6 +305,7 @@ def _swiglu_kernel(
     x,
     weight,
     out,
+    change,  # ChangeTensors, or None
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -305,6 +315,10 @@ def _swiglu_kernel(
     GROUP: tl.constexpr,
     SMS: tl.constexpr,
     STAGES: tl.constexpr,
+    RANK: tl.constexpr,  # Largest rank of the change, 0 without one. The others are constants of `ChunkChange`
+    SITES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     tiles_m = tl.cdiv(rows, BM)
     tiles_n: tl.constexpr = (N + BN - 1) // BN
@@ -318,6 +332,8 @@ def _swiglu_kernel(
             a = x.load([m0, k0])
             w = weight.load([0, n0, k0]).reshape(2 * BN, BK)
             acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        for rank in tl.static_range(0, RANK, RANK_MULTIPLE):
+            acc = add_change_of_pair(acc, change, rank, m0, n0, rows, N, BM, BN, SITES, CAPACITY, WIDTH)
         gate, up = acc.reshape(BM, 2, BN).permute(0, 2, 1).split()
         out.store([m0, n0], (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype))
 
@@ -328,12 +344,20 @@ def supports_gemm_swiglu(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def gemm_swiglu(x: Tensor, weight: Tensor, *, tile: tuple[int, int, int] = (BM, BN, BK), group: int = GROUP) -> Tensor:
+def gemm_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    change: ChunkChange | None = None,
+    tile: tuple[int, int, int] = (BM, BN, BK),
+    group: int = GROUP,
+) -> Tensor:
     """Computes silu(x @ gate.T) * (x @ up.T), [rows, N].
 
     Args:
         x: [rows, K], contiguous rows. Rows of x, of weight and of N outputs are multiples of 16 bytes.
         weight: [2 * N, K], the N rows of gate, then the N rows of up; contiguous rows.
+        change: that of both products by the LoRA adapter of all rows.
         tile: values of BM, BN and BK.
         group: number of tile rows in a band.
     """
@@ -347,6 +371,8 @@ def gemm_swiglu(x: Tensor, weight: Tensor, *, tile: tuple[int, int, int] = (BM, 
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     x_tiles, out_tiles = TensorDescriptor.from_tensor(x, [bm, bk]), TensorDescriptor.from_tensor(out, [bm, bn])
     weight_tiles = TensorDescriptor(weight, [2, n, k], strides, [2, bn, bk])
-    sizes = {"N": n, "K": k, "BM": bm, "BN": bn, "BK": bk, "GROUP": group, "SMS": programs, "STAGES": STAGES}
-    _swiglu_kernel[(programs,)](x_tiles, weight_tiles, out_tiles, rows, **sizes, num_warps=8)
+    sizes = {"N": n, "K": k, "BM": bm, "BN": bn, "BK": bk, "GROUP": group, "SMS": programs}
+    sizes["STAGES"] = STAGES - 1 if change else STAGES  # the change's operands need shared memory
+    tensors, constants = (change.tensors(), change.sizes()) if change else (None, NO_CHUNK_CHANGE)
+    _swiglu_kernel[(programs,)](x_tiles, weight_tiles, out_tiles, tensors, rows, **sizes, **constants, num_warps=8)
     return out

@@ -28,7 +28,7 @@ from engine.models.spec.rope import yarn_scale
 from engine.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
-    from engine.kernels.adapters import RowChange
+    from engine.kernels.adapters import ChunkChange, RowChange
 
 #: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
 #: Normalises queries and keys, rotates them, writes keys and values to the pool and attends. Overwrites qkv.
@@ -222,6 +222,14 @@ class TorchOps:
 
         With `gated` the result is silu(gate) * up.
         """
+        raise NotImplementedError
+
+    def adapts_swiglu(self, x: Tensor, gate_up: Linear) -> bool:
+        """Returns whether `adapted_swiglu` computes this product."""
+        return False
+
+    def adapted_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear, change: ChunkChange) -> Tensor:
+        """Computes `norm_swiglu` with the change by the adapter that all rows have."""
         raise NotImplementedError
 
     def partial_product(self, y: Tensor, linear: Linear) -> Tensor:

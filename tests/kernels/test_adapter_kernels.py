@@ -19,10 +19,12 @@ from engine.adapters.triton_rows import RowBuffer
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
+from engine.kernels.gemm import gemm_swiglu
 from engine.kv.kv_pool import LayerKV
 from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
+from engine.models.ops import rms_norm_torch
 from engine.models.spec import Shard, parse_spec
 from tests.rigs.engine.bare_model import LLAMA
 
@@ -122,6 +124,23 @@ def test_other_operations_equal_torch(name: str, rig: Rig, gen: torch.Generator)
         results.append([kv, embedded, rows.expand_swiglu(rows.shrink(x, gate_up, layer.mlp_norm), base.clone())])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("slot", range(SLOTS))
+def test_a_chunk_of_one_adapter_needs_no_expand(slot: int, rig: Rig, gen: torch.Generator) -> None:
+    """The product of gate and up adds the change of both, and computes SiLU x mul."""
+    layer, rows = rig.plain.layer_list[0], rig.rows([slot] * 20, kernels=True)
+    gate_up, x = layer.mlp.gate_up, torch.randn(20, 48, generator=gen)
+    normed = rms_norm_torch(x, layer.mlp_norm)
+    shrunk = rows.shrink(normed, rig.sites.of(gate_up), None)
+    rows.slots = np.array([slot] * 20)  # known in a step that no graph captures
+    change = rows.chunk_change(shrunk)
+    assert change is not None
+    got = gemm_swiglu(normed, gate_up.weight, change=change, tile=(16, 16, 16), group=2)
+    want = rows.expand_swiglu(shrunk, normed @ gate_up.weight.t())
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    rows.slots = np.array([slot] * 19 + [NO_ADAPTER])
+    assert rows.chunk_change(shrunk) is None
 
 
 @torch.inference_mode()
