@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.adapters.rows import max_tiles
 from engine.adapters.triton_rows import pack_rows, tile_of, tiles_start
 from engine.kernels import adapters
-from engine.kernels.adapters import SlotWeights
+from engine.kernels.adapters import ShrinkShape, SlotWeights
 
 HIDDEN, INNER, RANK, SLOTS = 4096, 14336, 16, 16
 #: Inputs, outputs of the parts, norm before, SiLU x mul after.
@@ -23,8 +23,8 @@ SITES: dict[str, tuple[int, tuple[int, ...], bool, bool]] = {
     "gate_up": (HIDDEN, (INNER, INNER), True, True),
     "down": (INNER, (HIDDEN,), False, False),
 }
-SHRINKS = ((128, 3, 8), (128, 3, 16), (256, 2, 4), (256, 2, 8), (256, 2, 16), (256, 3, 16), (512, 2, 8), (64, 4, 4))
-PREFILL_SHRINKS = ((64, 3, 1), (64, 4, 2), (128, 3, 1), (128, 3, 2), (128, 3, 4), (128, 3, 8), (64, 4, 4))
+SHRINKS = ((16, 256, 2, 16), (16, 512, 2, 8), (16, 1024, 2, 4), (16, 1024, 2, 16), (32, 256, 2, 16), (32, 512, 2, 8))
+PREFILL_SHRINKS = ((64, 64, 4, 8), (64, 128, 3, 8), (64, 128, 3, 16), (32, 128, 3, 8), (32, 128, 4, 8), (16, 128, 3, 8))
 BLOCKS = (32, 64, 128, 256)
 ROWS = ((1, 1), (16, 16), (64, 16), (2048, 1))
 REPLAYS = 20
@@ -54,9 +54,11 @@ class Case:
         self.norm = torch.rand(self.k, **options) + 0.5 if self.norms else None
         self.base = torch.randn(rows, sum(self.outputs), **options)
 
-    def shrink(self, shape: tuple[int, int, int] | None = None) -> tuple[Tensor, Tensor | None]:
+    def shrink(self, shape: tuple[int, int, int, int] | None = None) -> tuple[Tensor, Tensor | None]:
         place: dict[str, Any] = {"norm": self.norm, "site": 0, "parts": len(self.outputs), "tile": self.tile}
-        return adapters.shrink(self.x, self.weights, self.order, self.tiles, shape=shape, **place)
+        return adapters.shrink(
+            self.x, self.weights, self.order, self.tiles, shape=shape and ShrinkShape(*shape), **place
+        )
 
     def expand(self, states: tuple[Tensor, Tensor | None], out: Tensor, block: int | None = None) -> None:
         place: dict[str, Any] = {"site": 0, "tile": self.tile, "outputs": self.outputs, "gated": self.gated}
@@ -134,7 +136,7 @@ def check_and_time(device: torch.device, rows: Sequence[tuple[int, int]] = ROWS)
             )
 
 
-def _time(case: Case, shape: tuple[int, int, int] | None, device: torch.device) -> float:
+def _time(case: Case, shape: tuple[int, int, int, int] | None, device: torch.device) -> float:
     try:
         return replay_us(lambda: case.shrink(shape), device)
     except Exception as error:  # a tile that is too large for this card

@@ -32,34 +32,45 @@ class AdapterOps(TorchOps):
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         assert isinstance(linear, Linear), "a part of a product has `norm_kv`"
+        shrunk = self._rows.shrink(x, self._rows.sites.of(linear), norm)
+        if self._base.adapts_row(x, linear) and (change := self._rows.row_change(shrunk)) is not None:
+            return self._base.adapted_row(x, linear, change, norm=norm)
         out = self._base.norm_linear(x, norm, linear)
-        self._rows.add(out, x, self._rows.sites.of(linear), norm)
+        self._rows.expand(shrunk, out)
         return out
 
     def norm_kv(self, x: Tensor, norm: RMSNorm, attention: Attention) -> Tensor:
+        shrunk = self._rows.shrink(x, self._rows.sites.of(attention.qkv), norm)
         out = self._base.norm_kv(x, norm, attention)
-        self._rows.add(out, x, self._rows.sites.of(attention.qkv), norm, first_part=1)
+        self._rows.expand(shrunk, out, first_part=1)
         return out
 
     def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
-        product = self._base.norm_linear(x, norm, gate_up)
-        return self._rows.swiglu(product, x, self._rows.sites.of(gate_up), norm)
+        shrunk = self._rows.shrink(x, self._rows.sites.of(gate_up), norm)
+        if self._base.adapts_row(x, gate_up) and (change := self._rows.row_change(shrunk)) is not None:
+            return self._base.adapted_row(x, gate_up, change, norm=norm, gated=True)
+        if self._base.adapts_swiglu(x, gate_up) and (chunk := self._rows.chunk_change(shrunk)) is not None:
+            return self._base.adapted_swiglu(x, norm, gate_up, chunk)
+        return self._rows.expand_swiglu(shrunk, self._base.norm_linear(x, norm, gate_up))
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
-        site = self._rows.sites.of(linear)
+        shrunk = self._rows.shrink(y, self._rows.sites.of(linear), None)
+        if self._base.adapts_row(y, linear) and (change := self._rows.row_change(shrunk)) is not None:
+            return self._base.adapted_row(y, linear, change, residual=x)
         if self._base.is_whole:
             x = self._base.add_linear(x, y, linear)
-            self._rows.add(x, y, site, None, factor=linear.multiplier)
+            self._rows.expand(shrunk, x, factor=linear.multiplier)
             return x
         # y and A are parts of the inputs, so the ranks' B A y sum up with the product in the layer's own all-reduce.
         part = self._base.partial_product(y, linear)
-        self._rows.add(part, y, site, None)
+        self._rows.expand(shrunk, part)
         return self._base.add_reduced(x, part, linear)
 
     def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
         return self._base.add_experts(x, norm, moe)
 
     def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
+        shrunk = self._rows.shrink(x, self._rows.sites.head, norm)
         out = self._base.logits(x, norm, head)
-        self._rows.add(out, x, self._rows.sites.head, norm)
+        self._rows.expand(shrunk, out)
         return out

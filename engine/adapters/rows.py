@@ -7,7 +7,7 @@ rows only, so a CUDA graph has a fixed grid, and programs without a tile end ear
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +15,10 @@ from torch import Tensor
 from engine.adapters.sites import DecoderSites, Site
 from engine.models.layers import RMSNorm
 
+if TYPE_CHECKING:
+    from engine.kernels.adapters import ChunkChange, RowChange
+
+Shrunk = Any  #: The result of `AdapterRows.shrink`, for the same rows.
 NO_ADAPTER = -1  #: The slot of rows that use the base alone.
 
 
@@ -24,16 +28,23 @@ class AdapterRows(Protocol):
     sites: DecoderSites
     slots: np.ndarray | None  #: The slot of each row, int64; None if a CUDA graph reads them from the device
 
-    def add(
-        self, out: Tensor, x: Tensor, site: Site, norm: RMSNorm | None, *, first_part: int = 0, factor: float = 1.0
-    ) -> None:
-        """Adds factor * scale * B A norm(x) to `out` in place.
+    def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> Shrunk:
+        """Computes A norm(x) for x [rows, inputs]. norm None: x as it is.
 
-        x is [rows, inputs], `out` [rows, outputs of the parts from `first_part` on]. norm None: x as it is.
+        It may come before the base's product of x, so that the product loads its weights meanwhile.
         """
 
-    def swiglu(self, gate_up: Tensor, x: Tensor, site: Site, norm: RMSNorm) -> Tensor:
-        """Adds as `add` to gate_up [rows, 2 * n], and returns silu(gate) * up of all rows, [rows, n]."""
+    def expand(self, shrunk: Shrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
+        """Adds factor * scale * B A norm(x) to `out` in place, [rows, outputs of the parts from `first_part` on]."""
+
+    def expand_swiglu(self, shrunk: Shrunk, gate_up: Tensor) -> Tensor:
+        """Adds as `expand` to gate_up [rows, 2 * n], and returns silu(gate) * up of all rows, [rows, n]."""
+
+    def row_change(self, shrunk: Shrunk, first_part: int = 0) -> RowChange | None:
+        """Returns what a product of one row needs to do the work of `expand`; None if `expand` has to."""
+
+    def chunk_change(self, shrunk: Shrunk) -> ChunkChange | None:
+        """Returns what a product of gate and up needs to do that of `expand_swiglu`; None if `expand_swiglu` has to."""
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         """Adds the change of the embeddings of tokens [rows] to `out`, [rows, hidden]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,13 @@ from engine.adapters.rows import NO_ADAPTER
 from engine.adapters.sites import DecoderSites, Site
 from engine.models.layers import RMSNorm
 from engine.models.ops import rms_norm_torch
+
+
+class _Shrunk(NamedTuple):
+    """A x of one site."""
+
+    site: Site
+    states: list[tuple[Adapter, Tensor, Tensor]]  # Of each adapter: its rows, and [rows, ranks]
 
 
 class TorchRows:
@@ -29,19 +37,29 @@ class TorchRows:
             assert adapter is not None, "rows use a slot without an adapter"
             self._groups.append((adapter, torch.from_numpy(np.flatnonzero(slots == slot))))
 
-    def add(
-        self, out: Tensor, x: Tensor, site: Site, norm: RMSNorm | None, *, first_part: int = 0, factor: float = 1.0
-    ) -> None:
+    def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _Shrunk:
+        states = list[tuple[Adapter, Tensor, Tensor]]()
         for adapter, rows in self._groups:
             if any(adapter.ranks(site)):
                 part = x[rows]
-                states = F.linear(part if norm is None else rms_norm_torch(part, norm), adapter.a(site))
-                _add_states(out, states, adapter, site, rows, first_part, factor)
+                part = part if norm is None else rms_norm_torch(part, norm)
+                states.append((adapter, rows, F.linear(part, adapter.a(site))))
+        return _Shrunk(site, states)
 
-    def swiglu(self, gate_up: Tensor, x: Tensor, site: Site, norm: RMSNorm) -> Tensor:
-        self.add(gate_up, x, site, norm)
+    def expand(self, shrunk: _Shrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
+        for adapter, rows, states in shrunk.states:
+            _add_states(out, states, adapter, shrunk.site, rows, first_part, factor)
+
+    def expand_swiglu(self, shrunk: _Shrunk, gate_up: Tensor) -> Tensor:
+        self.expand(shrunk, gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def row_change(self, shrunk: _Shrunk, first_part: int = 0) -> None:
+        return None
+
+    def chunk_change(self, shrunk: _Shrunk) -> None:
+        return None
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         site = self.sites.embedding

@@ -6,6 +6,8 @@ belong to no adapter.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +15,16 @@ from torch import Tensor
 from engine.adapters.rows import NO_ADAPTER, SlotMemory, max_tiles, tile_rows
 from engine.adapters.sites import Site
 from engine.device import ALIGNMENT, pinned_copy
-from engine.kernels.adapters import SlotWeights, expand, gather_states, shrink
+from engine.kernels.adapters import (
+    MAX_CHUNK_RANK,
+    ChunkChange,
+    RowChange,
+    SlotWeights,
+    expand,
+    gather_states,
+    shrink,
+    sum_states,
+)
 from engine.kernels.norm import rms_norm
 from engine.models.layers import RMSNorm
 
@@ -21,10 +32,19 @@ FEW_ROWS = 256  # Up to this many rows have small tiles: most adapters of a deco
 SMALL_TILE, LARGE_TILE = 16, 64
 
 
+class _Shrunk(NamedTuple):
+    """A x of one site, see `engine.kernels.adapters.shrink`."""
+
+    site: Site
+    states: Tensor
+    squares: Tensor | None
+    eps: float
+
+
 class TritonRows:
     """Implements `AdapterRows` on a GPU.
 
-    order: int32 [rows]. tiles: int32 [3 * max_tiles]; the argument may be longer. See `rows.tile_rows`.
+    order: int32 [rows]. tiles: int32 [3 * max_tiles] or longer. See `rows.tile_rows`.
     """
 
     def __init__(
@@ -35,64 +55,73 @@ class TritonRows:
         self.tiles = tiles[: 3 * count]
         self._weights = SlotWeights(memory.numbers, memory.table, memory.scales, memory.max_rank)
 
-    def add(
-        self, out: Tensor, x: Tensor, site: Site, norm: RMSNorm | None, *, first_part: int = 0, factor: float = 1.0
-    ) -> None:
-        states = self._shrink(x, site, norm)
-        outputs = site.outputs[first_part:]
-        self._expand(states, out, out, site.index, outputs, first_part=first_part, factor=factor)
+    def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _Shrunk:
+        # The kernel's norm would be computed anew for each part of A; float16 may not hold x times the norm's weight.
+        if norm is not None and (len(x) > FEW_ROWS or x.dtype == torch.float16):
+            x, norm = rms_norm(x, norm.weight, norm.eps), None
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        rows: dict[str, Any] = {"order": self.order, "tiles": self.tiles, "tile": self._tile}
+        states, squares = shrink(x, self._weights, norm=weight, site=site.index, parts=len(site.names), **rows)
+        return _Shrunk(site, states, squares, eps)
 
-    def swiglu(self, gate_up: Tensor, x: Tensor, site: Site, norm: RMSNorm) -> Tensor:
-        states = self._shrink(x, site, norm)
+    def expand(self, shrunk: _Shrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
+        self._expand(shrunk, out, out, first_part=first_part, factor=factor)
+
+    def expand_swiglu(self, shrunk: _Shrunk, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._expand(states, gate_up, out, site.index, site.outputs, gated=True)
+        self._expand(shrunk, gate_up, out, gated=True)
         return out
+
+    def row_change(self, shrunk: _Shrunk, first_part: int = 0) -> RowChange | None:
+        if len(self.order) > 1:
+            return None
+        site = shrunk.site
+        return RowChange(
+            shrunk.states,
+            self._weights,
+            self.tiles,
+            site=site.index,
+            outputs=site.outputs[first_part:],
+            first_part=first_part,
+            normed=shrunk.squares is None,
+        )
+
+    def chunk_change(self, shrunk: _Shrunk) -> ChunkChange | None:
+        one = self.slots is not None and self.slots[0] != NO_ADAPTER and bool((self.slots == self.slots[0]).all())
+        if not one or shrunk.squares is not None or self._weights.max_rank > MAX_CHUNK_RANK:
+            return None
+        index, dtype = shrunk.site.index, self._weights.numbers.dtype
+        states = sum_states(shrunk.states, self._weights, self.tiles, index, dtype)
+        return ChunkChange(states, self._weights, self.tiles, index)
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         site = self.sites.embedding
         states = gather_states(tokens, self._weights, site.index, self.order, self.tiles, tile=self._tile)
-        self._expand(states, out, out, site.index, site.outputs)
-
-    def _shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, float]:
-        if norm is not None and x.dtype == torch.float16:  # x times the norm's weight may be more than float16 holds
-            x, norm = rms_norm(x, norm.weight, norm.eps), None
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        states, squares = shrink(
-            x,
-            self._weights,
-            self.order,
-            self.tiles,
-            norm=weight,
-            site=site.index,
-            parts=len(site.names),
-            tile=self._tile,
-        )
-        return states, squares, eps
+        self._expand(_Shrunk(site, states, None, 0.0), out, out)
 
     def _expand(
         self,
-        states: tuple[Tensor, Tensor | None, float],
+        shrunk: _Shrunk,
         base: Tensor,
         out: Tensor,
-        site: int,
-        outputs: tuple[int, ...],
         *,
         first_part: int = 0,
         factor: float = 1.0,
         gated: bool = False,
     ) -> None:
+        site = shrunk.site
         expand(
-            states[0],
+            shrunk.states,
             self._weights,
             base,
             out,
             self.order,
             self.tiles,
-            squares=states[1],
-            eps=states[2],
-            inputs=self.sites.all[site].inputs,
-            site=site,
-            outputs=outputs,
+            squares=shrunk.squares,
+            eps=shrunk.eps,
+            inputs=site.inputs,
+            site=site.index,
+            outputs=site.outputs[first_part:],
             first_part=first_part,
             factor=factor,
             gated=gated,

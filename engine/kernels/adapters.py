@@ -16,6 +16,8 @@ for the kernel before them (PDL, pdl.py). The weights are in slots, see engine/a
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,10 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.pdl import pdl_args, wait_for_previous
+from engine.kernels.pdl import launch_next_and_wait, pdl_args, wait_for_previous
 
-PROGRAMS = 132  # Programs of `shrink` that are wanted: one for each SM of an H100
+RANK_MULTIPLE = tl.constexpr(16)  # Padded ranks are multiples of it, see engine/adapters/packed.py
 MAX_SPLIT = 16
+
+
+class ShrinkShape(NamedTuple):
+    """Sizes of a program of `shrink`."""
+
+    outputs: int
+    inputs: int  # Of a step of its loop
+    stages: int
+    split: int  # Parts of the inputs, which different programs sum up
 
 
 class SlotWeights(NamedTuple):
@@ -36,6 +47,157 @@ class SlotWeights(NamedTuple):
     table: Tensor  # int64 [slots, sites, 8]: place of A, padded ranks of 3 parts, places of B of 3 parts
     scales: Tensor  # float32 [slots, sites, 3]
     max_rank: int  # Largest padded rank of a part
+
+
+@dataclass(frozen=True, slots=True)
+class RowChange:
+    """What a product of one row adds to its result, in the same kernel: scale * B states. See `change_of_row`."""
+
+    states: Tensor  # Of `shrink`
+    weights: SlotWeights
+    tiles: Tensor  # The first tile is the row
+    site: int
+    outputs: tuple[int, ...]  # Of the parts from `first_part` on
+    first_part: int
+    normed: bool  # The inputs of `shrink` were normed, else its states lack the rstd of a norm
+
+    def kind(self, norm: bool) -> int:
+        """Returns the kernel's constant for this change, in a product with or without a norm."""
+        return 2 if norm and not self.normed else 1
+
+    def tensors(self) -> ChangeTensors:
+        """Returns the tensors that the kernel reads; those with an entry for each site begin at the site."""
+        numbers, table, scales = self.weights[:3]
+        return ChangeTensors(self.states, numbers, table[:, self.site], scales[:, self.site], self.tiles)
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the constants of the kernel."""
+        split, _, width = self.states.shape
+        first, second = (*self.outputs, 0, 0)[:2]
+        sizes = {"SITES": self.weights.table.shape[1], "CAPACITY": self.weights.numbers.stride(0), "WIDTH": width}
+        sizes |= {"SPLIT": split, "SPLIT_PAD": triton.next_power_of_2(split), "FIRST": self.first_part}
+        return sizes | {"RANK": triton.next_power_of_2(self.weights.max_rank), "N0": first, "N1": second}
+
+
+NO_CHANGE = dict.fromkeys(("SITES", "CAPACITY", "WIDTH", "SPLIT", "SPLIT_PAD", "FIRST", "RANK", "N0", "N1"), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkChange:
+    """What a product of gate and up adds to both in the same kernel, if all its rows have one adapter."""
+
+    states: Tensor  # Of `sum_states`, [rows, 2 * max_rank]
+    weights: SlotWeights
+    tiles: Tensor  # The first tile has the adapter's slot
+    site: int
+
+    def tensors(self) -> ChangeTensors:
+        """As `RowChange.tensors`."""
+        numbers, table, scales = self.weights[:3]
+        return ChangeTensors(self.states, numbers, table[:, self.site], scales[:, self.site], self.tiles)
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the constants of the kernel."""
+        sizes = {"SITES": self.weights.table.shape[1], "CAPACITY": self.weights.numbers.stride(0)}
+        return sizes | {"RANK": self.weights.max_rank, "WIDTH": self.states.shape[1]}
+
+
+NO_CHUNK_CHANGE = dict.fromkeys(("SITES", "CAPACITY", "RANK", "WIDTH"), 0)
+MAX_CHUNK_RANK = 64  # Largest rank of a `ChunkChange`: the kernel has code for each part of 16
+
+
+class ChangeTensors(NamedTuple):
+    """The tensors of a `RowChange` or `ChunkChange` for a kernel."""
+
+    states: Tensor
+    numbers: Tensor
+    table: Tensor
+    scales: Tensor
+    tiles: Tensor
+
+
+@triton.jit
+def rows_of_b(change, n, ok, part, column, SITES: tl.constexpr, CAPACITY: tl.constexpr, RANK: tl.constexpr):
+    """Loads B of the outputs n of a part that begins at `column`, times the scale, float32 [outputs, RANK].
+
+    Also returns the place of the part's states and its rank; 0 if the row has no adapter. All of it is constant in a
+    step.
+    """
+    slot = tl.load(change.tiles).to(tl.int64)
+    has_adapter = slot >= 0
+    slot = tl.maximum(slot, 0)
+    entry = change.table + slot * SITES * 8
+    rank = tl.where(has_adapter, tl.load(entry + 1 + part), 0)
+    rank = tl.multiple_of(rank, RANK_MULTIPLE)
+    shift = tl.load(entry + 1, mask=part > 0, other=0) + tl.load(entry + 2, mask=part > 1, other=0)
+    r = tl.arange(0, RANK)[None, :]
+    source = change.numbers + slot * CAPACITY + tl.load(entry + 4 + part) + (n - column)[:, None] * rank + r
+    b = tl.load(source, mask=ok[:, None] & (r < rank), other=0.0).to(tl.float32)
+    return b * tl.load(change.scales + slot * SITES * 3 + part), shift, rank
+
+
+@triton.jit
+def change_of_row(
+    change, b, shift, rank, SPLIT: tl.constexpr, SPLIT_PAD: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr
+):
+    """Returns B states for the rows of B that `rows_of_b` loaded."""
+    r, split = tl.arange(0, RANK)[None, :], tl.arange(0, SPLIT_PAD)[:, None]
+    states = tl.load(change.states + split * WIDTH + shift + r, mask=(split < SPLIT) & (r < rank), other=0.0)
+    return tl.sum(b * tl.sum(states, 0)[None, :], 1)
+
+
+@triton.jit
+def add_change_of_pair(
+    acc, change, start: tl.constexpr, m0, n0, rows,
+    N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SITES: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Returns acc [BM, 2 * BN], columns of gate and then of up, plus the ranks start .. start + 15 of both parts.
+
+    One product computes both parts: the inputs are the states of gate and of up, and B is zero off its two blocks.
+    """
+    slot = tl.load(change.tiles).to(tl.int64)
+    entry = change.table + slot * SITES * 8
+    ranks = tl.multiple_of(tl.load(entry + 1), RANK_MULTIPLE), tl.multiple_of(tl.load(entry + 2), RANK_MULTIPLE)
+    j, c = tl.arange(0, 2 * BN)[:, None], tl.arange(0, 2 * RANK_MULTIPLE)[None, :]
+    is_up, of_up = j >= BN, c >= RANK_MULTIPLE
+    n, r = n0 + j % BN, start + c % RANK_MULTIPLE
+    rank = tl.where(is_up, ranks[1], ranks[0])
+    place = tl.where(is_up, tl.load(entry + 5), tl.load(entry + 4)) + n * rank + r
+    b = tl.load(change.numbers + slot * CAPACITY + place, mask=(is_up == of_up) & (n < N) & (r < rank), other=0.0)
+    m = m0 + tl.arange(0, BM)[:, None]
+    state_rank = tl.where(of_up, ranks[1], ranks[0])
+    column = tl.where(of_up, ranks[0], 0) + r
+    states = tl.load(change.states + m.to(tl.int64) * WIDTH + column, mask=(m < rows) & (r < state_rank), other=0.0)
+    return tl.dot(states, tl.trans(b), acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["site", "rows"])
+def _sum_kernel(
+    states, out, table, scales, tiles, site, rows,
+    SITES: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+    n = tl.arange(0, BN)[None, :]
+    ok = (row < rows) & (n < WIDTH)
+    slot = tl.load(tiles).to(tl.int64)
+    scale = scales + (slot * SITES + site) * 3
+    factor = tl.where(n < tl.load(table + (slot * SITES + site) * 8 + 1), tl.load(scale), tl.load(scale + 1))
+    total = tl.zeros([BM, BN], tl.float32)
+    for split in tl.static_range(SPLIT):
+        total += tl.load(states + split * rows * WIDTH + row * WIDTH + n, mask=ok, other=0.0)
+    tl.store(out + row * WIDTH + n, (total * factor).to(out.dtype.element_ty), mask=ok)
+
+
+def sum_states(states: Tensor, weights: SlotWeights, tiles: Tensor, site: int, dtype: torch.dtype) -> Tensor:
+    """Returns the states of gate and up times their scales, [rows, width] in `dtype`, for a `ChunkChange`."""
+    split, rows, width = states.shape
+    out = torch.empty(rows, width, dtype=dtype, device=states.device)
+    sizes = {"SITES": weights.table.shape[1], "WIDTH": width, "SPLIT": split}
+    tiling = {"BM": 32, "BN": triton.next_power_of_2(width)}
+    grid = (triton.cdiv(rows, 32),)
+    _sum_kernel[grid](states, out, weights.table, weights.scales, tiles, site, rows, **sizes, **tiling)
+    return out
 
 
 @triton.jit(do_not_specialize=["site", "rows"])
@@ -80,11 +242,11 @@ def _shrink_kernel(
     a_ok = (n < width)[None, :]
     start = split * BK
     a = tl.load(a_src + start, mask=a_ok & (start + k < K)[:, None], other=0.0)
-    wait_for_previous(PDL)
+    m = tl.arange(0, BM)
+    m_ok = m < count
+    row = tl.load(order + first + m, mask=m_ok, other=0)
+    launch_next_and_wait(PDL)
     if count > 0:
-        m = tl.arange(0, BM)
-        m_ok = m < count
-        row = tl.load(order + first + m, mask=m_ok, other=0)
         x_src = x + row.to(tl.int64)[:, None] * x_row + k[None, :]
         acc = tl.zeros([BM, BN], tl.float32)
         square = tl.zeros([BM], tl.float32)
@@ -114,7 +276,7 @@ def shrink(
     site: int,
     parts: int,
     tile: int,
-    shape: tuple[int, int, int] | None = None,
+    shape: ShrinkShape | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes A x for the rows of each adapter, or A (x * norm). Rows without an adapter stay undefined.
 
@@ -124,16 +286,15 @@ def shrink(
         norm: [inputs], the weight of an RMSNorm.
         site, parts: the site, and its number of parts.
         tile: rows of a tile.
-        shape: inputs of a step of the loop, pipeline stages and splits. None selects them.
+        shape: None selects it.
 
     Returns float32 [splits, rows, parts * max_rank], and with a norm the sums of x^2, float32 [splits, rows].
     """
     rows, k = x.shape
     assert x.stride(1) == 1
     width = parts * weights.max_rank
-    bn = max(16, min(64, triton.next_power_of_2(width)))
     count = len(tiles) // 3
-    bk, stages, split = shape or _shrink_shape(rows, k, triton.cdiv(width, bn), tile, x.element_size())
+    bn, bk, stages, split = shape or _shrink_shape(rows, k, width, tile, x.element_size())
     states = torch.empty(split, rows, width, dtype=torch.float32, device=x.device)
     squares = None if norm is None else torch.empty(split, rows, dtype=torch.float32, device=x.device)
     sizes = {"SITES": weights.table.shape[1], "K": k, "WIDTH": width}
@@ -161,15 +322,12 @@ def shrink(
     return states, squares
 
 
-def _shrink_shape(rows: int, k: int, blocks: int, tile: int, itemsize: int) -> tuple[int, int, int]:
-    """Returns BK, pipeline stages and splits."""
+def _shrink_shape(rows: int, k: int, width: int, tile: int, itemsize: int) -> ShrinkShape:
     if tile > 16:  # few variants, because these steps have any number of rows and compile while they run
-        return 256 // itemsize, 3, 4 if rows <= 2048 else 1
-    bk, split = 512 // itemsize, 1
-    most = min(MAX_SPLIT, triton.cdiv(k, bk))
-    while split * 2 <= most and split * 2 * blocks * triton.cdiv(rows, tile) <= 2 * PROGRAMS:
-        split *= 2
-    return bk, 2, split
+        outputs = max(16, min(64, triton.next_power_of_2(width)))
+        return ShrinkShape(outputs, 256 // itemsize, 3, 8 if rows <= 2048 else 1)
+    inputs = 1024 // itemsize
+    return ShrinkShape(16, inputs, 2, min(MAX_SPLIT, triton.cdiv(k, inputs)))
 
 
 @triton.jit(do_not_specialize=["site", "rows"])
@@ -201,6 +359,7 @@ def _expand_kernel(
     BN: tl.constexpr,
     BR: tl.constexpr,
     SPLIT: tl.constexpr,
+    ALIGN: tl.constexpr,  # Columns of the parts are multiples of it
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
@@ -219,20 +378,24 @@ def _expand_kernel(
     second = block >= end0
     third = block >= end1
     part = FIRST + second.to(tl.int32) + third.to(tl.int32)
-    column = tl.where(third, N0 + N1, tl.where(second, N0, 0))
+    column = tl.multiple_of(tl.where(third, N0 + N1, tl.where(second, N0, 0)), ALIGN)
     size = tl.where(third, N2, tl.where(second, N1, N0))
     block -= tl.where(third, end1, tl.where(second, end0, 0))
     n = block * BN + tl.arange(0, BN)
     n_ok = n < size
     rank = tl.load(entry + 1 + part)
     shift = tl.load(entry + 1, mask=part > 0, other=0) + tl.load(entry + 2, mask=part > 1, other=0)
-    rank = tl.where(has_adapter & (count > 0), rank, 0)
+    rank = tl.multiple_of(tl.where(has_adapter & (count > 0), rank, 0), RANK_MULTIPLE)
+    shift = tl.multiple_of(shift, RANK_MULTIPLE)
+    m = tl.arange(0, BM)
+    m_ok = m < count
+    row = tl.load(order + first + m, mask=m_ok, other=0).to(tl.int64)
     r = tl.arange(0, BR)
     b_src = numbers + slot * capacity + tl.load(entry + 4 + part) + n.to(tl.int64)[None, :] * rank + r[:, None]
     b = tl.load(b_src, mask=n_ok[None, :] & (r < rank)[:, None], other=0.0)
     scale = tl.load(scales + (slot * SITES + site) * 3 + part) * factor
     if GATED:
-        up_rank = tl.where(has_adapter & (count > 0), tl.load(entry + 2), 0)
+        up_rank = tl.multiple_of(tl.where(has_adapter & (count > 0), tl.load(entry + 2), 0), RANK_MULTIPLE)
         up_src = numbers + slot * capacity + tl.load(entry + 5) + n.to(tl.int64)[None, :] * up_rank + r[:, None]
         up_scale = tl.load(scales + (slot * SITES + site) * 3 + 1) * factor
     wait_for_previous(PDL)
@@ -240,9 +403,6 @@ def _expand_kernel(
     if not GATED:
         active = tl.where(rank > 0, count, 0)
     if active > 0:
-        m = tl.arange(0, BM)
-        m_ok = m < count
-        row = tl.load(order + first + m, mask=m_ok, other=0).to(tl.int64)
         ok = m_ok[:, None] & n_ok[None, :]
         h_src = states + row[:, None] * WIDTH + r[None, :]
         rstd = tl.full([BM], 1.0, tl.float32)
@@ -319,7 +479,9 @@ def expand(
     sizes = {"SITES": weights.table.shape[1], "INPUTS": inputs, "WIDTH": width}
     parts = {"FIRST": first_part, "N0": n0, "N1": n1, "N2": n2}
     rank = max(16, min(64, triton.next_power_of_2(weights.max_rank)))
-    tiling = {"BM": tile, "BN": bn, "BR": rank, "SPLIT": split}
+    tiling = {"BM": tile, "BN": bn, "BR": rank, "SPLIT": split, "ALIGN": math.gcd(16, n0, n1)}
+    # Pipelined loops keep their loads in shared memory, and then one program has a processor for itself.
+    launch = {"num_warps": 4, "num_stages": 1}
     _expand_kernel[(len(tiles) // 3, blocks)](
         states,
         states if squares is None else squares,
@@ -341,7 +503,7 @@ def expand(
         NORM=squares is not None,
         GATED=gated,
         **pdl_args(base.device),
-        num_warps=4,
+        **launch,
     )
 
 
@@ -380,8 +542,8 @@ def _gather_kernel(
 
 def gather_states(
     tokens: Tensor, weights: SlotWeights, site: int, order: Tensor, tiles: Tensor, *, tile: int
-) -> tuple[Tensor, None, float]:
-    """Returns A of the embedding for tokens [rows]: states, squares and eps for `expand`, as after `shrink`."""
+) -> Tensor:
+    """Returns A of the embedding for tokens [rows], as the states that `shrink` returns."""
     width = weights.max_rank
     states = torch.empty(1, len(tokens), width, dtype=torch.float32, device=tokens.device)
     bn = min(64, triton.next_power_of_2(width))
@@ -389,4 +551,4 @@ def gather_states(
     _gather_kernel[(len(tiles) // 3, triton.cdiv(width, bn))](
         tokens, weights.numbers, weights.table, states, order, tiles, site, weights.numbers.stride(0), **sizes
     )
-    return states, None, 0.0
+    return states

@@ -26,6 +26,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import card
+from engine.kernels.adapters import (
+    NO_CHANGE,
+    NO_CHUNK_CHANGE,
+    RANK_MULTIPLE,
+    ChunkChange,
+    RowChange,
+    add_change_of_pair,
+    change_of_row,
+    rows_of_b,
+)
 from engine.kernels.card import SHARED_BYTES
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
@@ -161,6 +171,7 @@ def _gemv_kernel(
     norm,
     residual,
     out,
+    change,  # ChangeTensors, or None
     eps,
     w_row,
     N: tl.constexpr,
@@ -171,6 +182,16 @@ def _gemv_kernel(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
+    CHANGED: tl.constexpr,  # 0: no change. 1: a `RowChange` with the constants below; 2: whose states lack rstd
+    SITES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLIT_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    FIRST: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
     PDL: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -181,6 +202,15 @@ def _gemv_kernel(
     w = load_tile(src, row_ok[:, None], k[None, :], 0, K, even)
     if GATED:
         up = load_tile(src + N * w_row, row_ok[:, None], k[None, :], 0, K, even)
+    if CHANGED:
+        second, third = tl.program_id(0) * ROWS >= N0, tl.program_id(0) * ROWS >= N0 + N1
+        if GATED:
+            b, shift, rank = rows_of_b(change, rows, row_ok, 0, 0, SITES, CAPACITY, RANK)
+            b_up, shift_up, rank_up = rows_of_b(change, rows, row_ok, 1, 0, SITES, CAPACITY, RANK)
+        else:
+            part = FIRST + second.to(tl.int32) + third.to(tl.int32)
+            column = tl.where(third, N0 + N1, tl.where(second, N0, 0))
+            b, shift, rank = rows_of_b(change, rows, row_ok, part, column, SITES, CAPACITY, RANK)
     # Weights are constant, so their first tile is loaded before the kernel that computes x has finished.
     wait_for_previous(PDL)
     if ADD:
@@ -202,15 +232,23 @@ def _gemv_kernel(
             if GATED:
                 up = load_tile(src + N * w_row, row_ok[:, None], k[None, :], start + BK, K, False)
     y = tl.sum(acc, 1)
+    if CHANGED == 2:
+        y += change_of_row(change, b, shift, rank, SPLIT, SPLIT_PAD, WIDTH, RANK)
     if NORM:
         rstd = tl.rsqrt(tl.sum(square, 0) / K + eps)
         y *= rstd
+    if CHANGED == 1:
+        y += change_of_row(change, b, shift, rank, SPLIT, SPLIT_PAD, WIDTH, RANK)
     if BIAS:
         y += tl.load(bias + rows, mask=row_ok, other=0.0).to(tl.float32)
     if GATED:
         u = tl.sum(acc_up, 1)
+        if CHANGED == 2:
+            u += change_of_row(change, b_up, shift_up, rank_up, SPLIT, SPLIT_PAD, WIDTH, RANK)
         if NORM:
             u *= rstd
+        if CHANGED == 1:
+            u += change_of_row(change, b_up, shift_up, rank_up, SPLIT, SPLIT_PAD, WIDTH, RANK)
         if BIAS:
             u += tl.load(bias + N + rows, mask=row_ok, other=0.0).to(tl.float32)
         y = y / (1.0 + tl.exp(-y)) * u
@@ -229,13 +267,14 @@ def gemv(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
+    change: RowChange | None = None,
     shape: tuple[int, int] | None = None,
     block: int | None = None,
 ) -> Tensor:
     """Computes x @ weight.T for one row [1, K]. Returns [1, N], or [1, N / 2] if gated.
 
-    `norm`, [K], is the weight of an RMSNorm that is applied to x first. `shape` is the outputs and warps of a program,
-    `block` the columns of its tile. Other arguments are those of `skinny_gemm`.
+    `norm`, [K], is the weight of an RMSNorm that is applied to x first. `change` is that by a LoRA adapter. `shape` is
+    the outputs and warps of a program, `block` the columns of its tile. Other arguments are those of `skinny_gemm`.
     """
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     assert x.shape == (1, k)
@@ -243,12 +282,15 @@ def gemv(
     assert not (gated and residual is not None)
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     rows, warps = shape or ((2, 8) if norm is not None and not gated else (4, 4))
+    assert change is None or all(outputs % rows == 0 for outputs in change.outputs[:-1]), "outputs of two parts"
     optional = weight if bias is None else bias, x if norm is None else norm, x if residual is None else residual
     sizes = {"N": n, "K": k, "ROWS": rows, "BK": block or min(BLOCK_K, triton.next_power_of_2(k))}
     options = {"NORM": norm is not None, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
-    options |= pdl_args(x.device)
+    options |= {"CHANGED": change.kind(norm is not None) if change else 0, **pdl_args(x.device)}
+    constants = change.sizes() if change else NO_CHANGE
+    tensors = change.tensors() if change else None
     _gemv_kernel[(triton.cdiv(n, rows),)](
-        x, weight, *optional, out, eps, weight.stride(0), **sizes, **options, num_warps=warps
+        x, weight, *optional, out, tensors, eps, weight.stride(0), **sizes, **options, **constants, num_warps=warps
     )
     return out
 
@@ -263,6 +305,7 @@ def _swiglu_kernel(
     x,
     weight,
     out,
+    change,  # ChangeTensors, or None
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -272,6 +315,10 @@ def _swiglu_kernel(
     GROUP: tl.constexpr,
     SMS: tl.constexpr,
     STAGES: tl.constexpr,
+    RANK: tl.constexpr,  # Largest rank of the change, 0 without one. The others are constants of `ChunkChange`
+    SITES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     tiles_m = tl.cdiv(rows, BM)
     tiles_n: tl.constexpr = (N + BN - 1) // BN
@@ -285,6 +332,8 @@ def _swiglu_kernel(
             a = x.load([m0, k0])
             w = weight.load([0, n0, k0]).reshape(2 * BN, BK)
             acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        for rank in tl.static_range(0, RANK, RANK_MULTIPLE):
+            acc = add_change_of_pair(acc, change, rank, m0, n0, rows, N, BM, BN, SITES, CAPACITY, WIDTH)
         gate, up = acc.reshape(BM, 2, BN).permute(0, 2, 1).split()
         out.store([m0, n0], (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype))
 
@@ -295,12 +344,20 @@ def supports_gemm_swiglu(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def gemm_swiglu(x: Tensor, weight: Tensor, *, tile: tuple[int, int, int] = (BM, BN, BK), group: int = GROUP) -> Tensor:
+def gemm_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    change: ChunkChange | None = None,
+    tile: tuple[int, int, int] = (BM, BN, BK),
+    group: int = GROUP,
+) -> Tensor:
     """Computes silu(x @ gate.T) * (x @ up.T), [rows, N].
 
     Args:
         x: [rows, K], contiguous rows. Rows of x, of weight and of N outputs are multiples of 16 bytes.
         weight: [2 * N, K], the N rows of gate, then the N rows of up; contiguous rows.
+        change: that of both products by the LoRA adapter of all rows.
         tile: values of BM, BN and BK.
         group: number of tile rows in a band.
     """
@@ -314,6 +371,8 @@ def gemm_swiglu(x: Tensor, weight: Tensor, *, tile: tuple[int, int, int] = (BM, 
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     x_tiles, out_tiles = TensorDescriptor.from_tensor(x, [bm, bk]), TensorDescriptor.from_tensor(out, [bm, bn])
     weight_tiles = TensorDescriptor(weight, [2, n, k], strides, [2, bn, bk])
-    sizes = {"N": n, "K": k, "BM": bm, "BN": bn, "BK": bk, "GROUP": group, "SMS": programs, "STAGES": STAGES}
-    _swiglu_kernel[(programs,)](x_tiles, weight_tiles, out_tiles, rows, **sizes, num_warps=8)
+    sizes = {"N": n, "K": k, "BM": bm, "BN": bn, "BK": bk, "GROUP": group, "SMS": programs}
+    sizes["STAGES"] = STAGES - 1 if change else STAGES  # the change's operands need shared memory
+    tensors, constants = (change.tensors(), change.sizes()) if change else (None, NO_CHUNK_CHANGE)
+    _swiglu_kernel[(programs,)](x_tiles, weight_tiles, out_tiles, tensors, rows, **sizes, **constants, num_warps=8)
     return out

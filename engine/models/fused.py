@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
+from engine.kernels.adapters import ChunkChange, RowChange
 from engine.kernels.experts.layer import ExpertLayer, mixture
 from engine.kernels.experts.routing import RoutingRule
 from engine.kernels.experts.weight import ExpertWeight, fp8_weight, int4_weight, mxfp4_weight, plain_weight
@@ -170,8 +171,7 @@ class FusedOps(TorchOps):
         normed = rms_norm(x, norm.weight, norm.eps)
         if len(x) <= MAX_SKINNY_ROWS:
             return skinny_gemm(normed, gate_up.weight, bias=gate_up.bias, gated=True)
-        fits = gate_up.weight.dtype == torch.bfloat16 and gate_up.bias is None and gate_up.out_features % 16 == 0
-        if len(x) >= MIN_SWIGLU_ROWS and fits and gate_up.in_features % 8 == 0 and supports_gemm_swiglu(x.device):
+        if _fits_swiglu(x, gate_up):
             return gemm_swiglu(normed, gate_up.weight)
         return silu_mul(F.linear(normed, gate_up.weight, gate_up.bias))
 
@@ -186,6 +186,29 @@ class FusedOps(TorchOps):
             return skinny_gemm(y, linear.weight, bias=linear.bias, residual=x, out=x)
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
+
+    def adapts_row(self, x: Tensor, linear: Linear) -> bool:
+        return len(x) == 1 and linear.prepared is None and linear.multiplier == 1.0 and self.is_whole
+
+    def adapted_row(
+        self,
+        x: Tensor,
+        linear: Linear,
+        change: RowChange,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        more: dict[str, Any] = {"norm": weight, "eps": eps, "residual": residual, "out": residual, "gated": gated}
+        return gemv(x, linear.weight, bias=linear.bias, change=change, **more)
+
+    def adapts_swiglu(self, x: Tensor, gate_up: Linear) -> bool:
+        return gate_up.prepared is None and _fits_swiglu(x, gate_up)
+
+    def adapted_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear, change: ChunkChange) -> Tensor:
+        return gemm_swiglu(rms_norm(x, norm.weight, norm.eps), gate_up.weight, change=change)
 
     def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
         layer = moe.prepared or self.prepare_experts(moe)
@@ -252,3 +275,9 @@ class FusedOps(TorchOps):
         if len(x) == 1:
             return gemv(x, weight, norm=norm.weight, eps=norm.eps, out=out)
         return skinny_gemm(rms_norm(x, norm.weight, norm.eps), weight, out=out)
+
+
+def _fits_swiglu(x: Tensor, gate_up: Linear) -> bool:
+    """Returns whether `gemm_swiglu` computes this product, and faster than cuBLAS."""
+    fits = gate_up.weight.dtype == torch.bfloat16 and gate_up.bias is None and gate_up.out_features % 16 == 0
+    return fits and len(x) >= MIN_SWIGLU_ROWS and gate_up.in_features % 8 == 0 and supports_gemm_swiglu(x.device)

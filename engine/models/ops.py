@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from engine.models.moe import MoE, grouped_experts, route
 from engine.models.spec import RopeSpec
 from engine.models.spec.rope import yarn_scale
 from engine.quantization.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from engine.kernels.adapters import ChunkChange, RowChange
 
 #: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
 #: Normalises queries and keys, rotates them, writes keys and values to the pool and attends. Overwrites qkv.
@@ -200,6 +203,34 @@ class TorchOps:
         if self._all_reduce is None:
             return x.add_(product(y, linear), alpha=linear.multiplier)
         return self.add_reduced(x, self.partial_product(y, linear), linear)
+
+    def adapts_row(self, x: Tensor, linear: Linear) -> bool:
+        """Returns whether `adapted_row` computes this product."""
+        return False
+
+    def adapted_row(
+        self,
+        x: Tensor,
+        linear: Linear,
+        change: RowChange,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """Computes norm(x) @ weight.T of one row with the change by its adapter, then adds it to `residual` in place.
+
+        With `gated` the result is silu(gate) * up.
+        """
+        raise NotImplementedError
+
+    def adapts_swiglu(self, x: Tensor, gate_up: Linear) -> bool:
+        """Returns whether `adapted_swiglu` computes this product."""
+        return False
+
+    def adapted_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear, change: ChunkChange) -> Tensor:
+        """Computes `norm_swiglu` with the change by the adapter that all rows have."""
+        raise NotImplementedError
 
     def partial_product(self, y: Tensor, linear: Linear) -> Tensor:
         """Returns the product of a rank's part of y and of a weight that is split by inputs, without bias, [T, out]."""

@@ -19,9 +19,11 @@ from engine.adapters.triton_rows import RowBuffer
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
+from engine.kernels.gemm import gemm_swiglu
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
+from engine.models.ops import rms_norm_torch
 from engine.models.spec import Shard, parse_spec
 from engine.models.weights.random_weights import randomize
 from tests.rigs.engine.bare_model import LLAMA
@@ -108,7 +110,7 @@ def test_kernels_equal_torch(name: str, rig: Rig, gen: torch.Generator) -> None:
         x = torch.randn(len(slots), site.inputs, generator=gen)
         outs = [torch.ones(len(slots), sum(site.outputs)) for _ in pair]
         for rows, out in zip(pair, outs, strict=True):
-            rows.add(out, x, site, norm, factor=0.7)
+            rows.expand(rows.shrink(x, site, norm), out, factor=0.7)
         torch.testing.assert_close(outs[0], outs[1], atol=1e-4, rtol=1e-4)
 
 
@@ -138,26 +140,45 @@ def test_other_operations_equal_torch(name: str, rig: Rig, gen: torch.Generator)
     results: list[list[Tensor]] = []
     for rows in pair:
         kv, embedded = torch.zeros(len(slots), 64), torch.zeros(len(slots), 48)
-        rows.add(kv, x, qkv, layer.attention_norm, first_part=1)
+        rows.expand(rows.shrink(x, qkv, layer.attention_norm), kv, first_part=1)
         rows.add_embedding(embedded, tokens)
-        results.append([kv, embedded, rows.swiglu(base.clone(), x, gate_up, layer.mlp_norm)])
+        results.append([kv, embedded, rows.expand_swiglu(rows.shrink(x, gate_up, layer.mlp_norm), base.clone())])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("slot", range(SLOTS))
+def test_a_chunk_of_one_adapter_needs_no_expand(slot: int, rig: Rig, gen: torch.Generator) -> None:
+    """The product of gate and up adds the change of both, and computes SiLU x mul."""
+    layer, rows = rig.plain.layer_list[0], rig.rows([slot] * 20, kernels=True)
+    gate_up, x = layer.mlp.gate_up, torch.randn(20, 48, generator=gen)
+    normed = rms_norm_torch(x, layer.mlp_norm)
+    shrunk = rows.shrink(normed, rig.sites.of(gate_up), None)
+    rows.slots = np.array([slot] * 20)  # known in a step that no graph captures
+    change = rows.chunk_change(shrunk)
+    assert change is not None
+    got = gemm_swiglu(normed, gate_up.weight, change=change, tile=(16, 16, 16), group=2)
+    want = rows.expand_swiglu(shrunk, normed @ gate_up.weight.t())
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    rows.slots = np.array([slot] * 19 + [NO_ADAPTER])
+    assert rows.chunk_change(shrunk) is None
+
+
 @torch.inference_mode()
-def test_a_decoder_of_kernels_equals_a_plain_one(rig: Rig) -> None:
-    """Three prompts in one step, of which the last tokens are results, with padding behind the rows."""
-    counts, owners = [5, 1, 9], [2, NO_ADAPTER, 0]
+@pytest.mark.parametrize("owners", [[2, NO_ADAPTER, 0], [0], [1], [2], [NO_ADAPTER]])
+def test_a_decoder_of_kernels_equals_a_plain_one(owners: list[int], rig: Rig) -> None:
+    """Three prompts in one step, of which the last tokens are results, or one row."""
+    counts = [5, 1, 9] if len(owners) > 1 else [1]
     slots = np.repeat(owners, counts).tolist()
     ends = np.cumsum(counts)
     spec, total = rig.plain.spec, sum(counts)
     tokens, positions = torch.arange(total) * 5 % 96, torch.cat([torch.arange(n) for n in counts])
+    blocks = [np.array(numbers) for numbers in ([0, 1], [2], [3, 4, 5])]
     found = []
     for model, kind, kernels in ((rig.fused, TritonAttention, True), (rig.plain, TorchAttention, False)):
         pool = [LayerKV(torch.zeros(9, 2, spec.num_kv_heads, 4, spec.head_dim)) for _ in range(spec.num_layers)]
         backend: Any = kind(pool, spec.num_heads, spec.windows, 8)
-        metadata = backend.prepare(StepShape([0, 0, 0], counts, [np.array(b) for b in ([0, 1], [2], [3, 4, 5])]))
+        metadata = backend.prepare(StepShape([0] * len(counts), counts, blocks[: len(counts)]))
         results = rig.rows([slots[end - 1] for end in ends], kernels=kernels)
         step = StepAdapters(rig.rows(slots, kernels=kernels), results)
         context = ForwardContext(pool, backend, metadata, adapters=step)
@@ -184,17 +205,18 @@ def test_parts_of_ranks_make_up_the_whole(size: int, rig: Rig, gen: torch.Genera
         for pair in ([layer.attention.qkv for layer in layers], [layer.mlp.gate_up for layer in layers]):
             own, site = sites.of(pair[0]), rig.sites.of(pair[1])
             out, expected = (torch.zeros(len(slots), sum(each.outputs)) for each in (own, site))
-            rows.add(out, inputs["states"], own, norm)
-            whole.add(expected, inputs["states"], site, norm)
+            rows.expand(rows.shrink(inputs["states"], own, norm), out)
+            whole.expand(whole.shrink(inputs["states"], site, norm), expected)
             columns = zip(expected.split(site.outputs, dim=1), own.copies, own.outputs, strict=True)
             parts = [column[:, shard.among(copies).rank * n :][:, :n] for column, copies, n in columns]
             torch.testing.assert_close(out, torch.cat(parts, 1), atol=1e-4, rtol=1e-4)
         for name, linear in (("out", layers[0].attention.out), ("down", layers[0].mlp.down)):
             part = inputs[name].chunk(size, dim=1)[shard.rank]
-            rows.add(sums.setdefault(name, torch.zeros(len(slots), 48)), part, sites.of(linear), None)
+            total = sums.setdefault(name, torch.zeros(len(slots), 48))
+            rows.expand(rows.shrink(part, sites.of(linear), None), total)
     for name, linear in (("out", rig.plain.layer_list[0].attention.out), ("down", rig.plain.layer_list[0].mlp.down)):
         expected = torch.zeros(len(slots), 48)
-        whole.add(expected, inputs[name], rig.sites.of(linear), None)
+        whole.expand(whole.shrink(inputs[name], rig.sites.of(linear), None), expected)
         torch.testing.assert_close(sums[name], expected, atol=1e-4, rtol=1e-4)
 
 
@@ -213,7 +235,6 @@ def test_rows_without_a_sequence_are_finite(rig: Rig, gen: torch.Generator) -> N
     """A graph has more rows than the step: these are rows of the base."""
     layer = rig.plain.layer_list[0]
     rows = rig.rows([0, 1], kernels=True, padding=6)
-    out = rows.swiglu(
-        torch.ones(8, 160), torch.randn(8, 48, generator=gen), rig.sites.of(layer.mlp.gate_up), layer.mlp_norm
-    )
+    shrunk = rows.shrink(torch.randn(8, 48, generator=gen), rig.sites.of(layer.mlp.gate_up), layer.mlp_norm)
+    out = rows.expand_swiglu(shrunk, torch.ones(8, 160))
     torch.testing.assert_close(out[2:], torch.full((6, 80), float(torch.nn.functional.silu(torch.ones(())))))
