@@ -44,7 +44,7 @@ class _Shrunk(NamedTuple):
 class TritonRows:
     """Implements `AdapterRows` on a GPU.
 
-    order: int32 [rows]. tiles: int32 [3 * max_tiles] or longer. See `rows.tile_rows`.
+    order: int32 [rows]. tiles: int32 [3 * max_tiles]; the argument may be longer. See `rows.tile_rows`.
     """
 
     def __init__(

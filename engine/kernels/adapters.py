@@ -61,25 +61,24 @@ class RowChange:
     first_part: int
     normed: bool  # The inputs of `shrink` were normed, else its states lack the rstd of a norm
 
-    def kind(self, norm: bool) -> int:
-        """Returns the kernel's constant for this change, in a product with or without a norm."""
-        return 2 if norm and not self.normed else 1
-
     def tensors(self) -> ChangeTensors:
         """Returns the tensors that the kernel reads; those with an entry for each site begin at the site."""
         numbers, table, scales = self.weights[:3]
         return ChangeTensors(self.states, numbers, table[:, self.site], scales[:, self.site], self.tiles)
 
-    def sizes(self) -> dict[str, int]:
-        """Returns the constants of the kernel."""
+    def sizes(self, norm: bool) -> dict[str, int]:
+        """Returns the constants of a kernel with or without a norm."""
         split, _, width = self.states.shape
         first, second = (*self.outputs, 0, 0)[:2]
         sizes = {"SITES": self.weights.table.shape[1], "CAPACITY": self.weights.numbers.stride(0), "WIDTH": width}
         sizes |= {"SPLIT": split, "SPLIT_PAD": triton.next_power_of_2(split), "FIRST": self.first_part}
+        sizes["CHANGED"] = 2 if norm and not self.normed else 1
         return sizes | {"RANK": triton.next_power_of_2(self.weights.max_rank), "N0": first, "N1": second}
 
 
-NO_CHANGE = dict.fromkeys(("SITES", "CAPACITY", "WIDTH", "SPLIT", "SPLIT_PAD", "FIRST", "RANK", "N0", "N1"), 0)
+NO_CHANGE = dict.fromkeys(
+    ("CHANGED", "SITES", "CAPACITY", "WIDTH", "SPLIT", "SPLIT_PAD", "FIRST", "RANK", "N0", "N1"), 0
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,8 +286,8 @@ def gemv(
     optional = weight if bias is None else bias, x if norm is None else norm, x if residual is None else residual
     sizes = {"N": n, "K": k, "ROWS": rows, "BK": block or min(BLOCK_K, triton.next_power_of_2(k))}
     options = {"NORM": norm is not None, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}
-    options |= {"CHANGED": change.kind(norm is not None) if change else 0, **pdl_args(x.device)}
-    constants = change.sizes() if change else NO_CHANGE
+    options |= pdl_args(x.device)
+    constants = change.sizes(norm is not None) if change else NO_CHANGE
     tensors = change.tensors() if change else None
     _gemv_kernel[(triton.cdiv(n, rows),)](
         x, weight, *optional, out, tensors, eps, weight.stride(0), **sizes, **options, **constants, num_warps=warps

@@ -122,9 +122,10 @@ def test_the_smallest_and_the_largest_rank(gen: torch.Generator) -> None:
     found = []
     for rows in pair:
         qkv = torch.zeros(len(x), layer.attention.qkv.weight.shape[0])
-        rows.add(qkv, x, limits.sites.of(layer.attention.qkv), None)
+        rows.expand(rows.shrink(x, limits.sites.of(layer.attention.qkv), None), qkv)
         gate_up = torch.zeros(len(x), layer.mlp.gate_up.weight.shape[0])
-        found.append([qkv, rows.swiglu(gate_up, x, limits.sites.of(layer.mlp.gate_up), layer.mlp_norm)])
+        shrunk = rows.shrink(x, limits.sites.of(layer.mlp.gate_up), layer.mlp_norm)
+        found.append([qkv, rows.expand_swiglu(shrunk, gate_up)])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
 
