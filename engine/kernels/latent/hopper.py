@@ -1,0 +1,231 @@
+"""Decode attention over paged latents with the tensor cores of Hopper (wgmma), written in Gluon.
+
+Triton's own pipeline cannot do two things that this kernel needs. It copies a tile of keys while another one is used,
+with room for two tiles only, and it reads a tile for the scores and for the values without a copy in registers.
+
+A program has one of two forms. Few rows (pairs of token and head): the tile of keys is the left operand, so no row of
+a product is padding, and sums are [rank, rows]. Many rows: the queries are the left operand, two warp groups
+share the keys of the scores and the columns of the values, and sums are [rows, rank].
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from engine.kernels.decode_tiles import EMPTY
+from engine.kernels.pdl import pdl_args, wait_for_previous
+
+BUFFERS = gl.constexpr(2)  # Tiles of keys in shared memory. Two tiles of 64 keys and 64 rows of queries fill it.
+empty = gl.constexpr(EMPTY.value)
+_wait_for_previous = gluon.jit(wait_for_previous.fn)
+#: A barrier of all threads of a program. Triton 3.6 has another name for it than later versions.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _group_ids(table, start, group, I: gl.constexpr, BS: gl.constexpr, limit):
+    """Loads the block ids of groups of I keys, which are in one block each. Behind the limit: of its block."""
+    return gl.load(table + gl.minimum(start + group * I, gl.maximum(limit - 1, 0)) // BS)
+
+
+@gluon.jit
+def _copy(
+    dst, kv, ids, start, limit, group, kv_block, TOKEN: gl.constexpr, COLUMNS: gl.constexpr, I: gl.constexpr,
+    BS: gl.constexpr, L3: gl.constexpr, L2: gl.constexpr,
+):  # fmt: skip
+    """Starts the copy of the keys start.. to a tile in shared memory. Keys from the limit on are zeros.
+
+    ids: block ids of groups of I keys. L3: layout of a tile as [groups, I, columns]. L2: the same as [keys, columns].
+    """
+    PER_GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
+    in_group = gl.arange(0, I, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
+    c = gl.arange(0, dst.shape[1], gl.SliceLayout(0, L2))
+    ids = gl.convert_layout(ids, PER_GROUP, assert_trivial=True)
+    first = start + gl.convert_layout(group, PER_GROUP, assert_trivial=True) * I
+    place = ids.to(gl.int64) * kv_block + (first % BS) * TOKEN
+    place = gl.reshape(place[:, None] + (in_group * TOKEN)[None, :], [dst.shape[0]])
+    seen = gl.reshape(first[:, None] + in_group[None, :], [dst.shape[0]]) < limit
+    place = gl.multiple_of(gl.convert_layout(place, gl.SliceLayout(1, L2), assert_trivial=True), 8)
+    ok = gl.convert_layout(seen, gl.SliceLayout(1, L2), assert_trivial=True)[:, None] & (c < COLUMNS)[None, :]
+    async_copy.async_copy_global_to_shared(dst, kv + (place[:, None] + c[None, :]), mask=ok)
+
+
+@gluon.jit
+def _load_queries(
+    dst, q, q0, queries, q_row, q_head, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Loads a part of the queries of this program's rows into shared memory."""
+    m = gl.program_id(0) * dst.shape[0] + gl.arange(0, dst.shape[0], gl.SliceLayout(1, LAYOUT))
+    c = gl.arange(0, dst.shape[1], gl.SliceLayout(0, LAYOUT))
+    row = (q0 + m // HEADS).to(gl.int64) * q_row + (m % HEADS) * q_head
+    ok = (m // HEADS < queries)[:, None] & (c < COLUMNS)[None, :]
+    dst.store(gl.load(q + (row[:, None] + c[None, :]), mask=ok, other=0.0))
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "table_row"])
+def _decode_kernel(
+    q, kv, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse, q_row, q_head, kv_block, table_row, out_row,
+    out_head, num_seqs, num_programs, scale_log2,
+    HEADS: gl.constexpr, M: gl.constexpr, R: gl.constexpr, RP: gl.constexpr, P: gl.constexpr, PP: gl.constexpr,
+    TOKEN: gl.constexpr, BS: gl.constexpr, BN: gl.constexpr, FEW: gl.constexpr, WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Computes one share for one tile of rows. The shares are those of `paged_decode`.
+
+    FEW: the form for few rows. Its two tiles are both in flight while it waits, because memory is the limit. The other
+    form starts the next copy when the product of the scores runs.
+    """
+    # Axis of the keys in scores. The other axis is that of rows.
+    KEYS: gl.constexpr = 0 if FEW else 1
+    ROWS: gl.constexpr = 1 - KEYS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, M if FEW else BN * 4 // WARPS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, M if FEW else RP * 4 // WARPS, 16])
+    N: gl.constexpr = BN // WARPS  # Keys that a warp copies.
+    I: gl.constexpr = min(N, BS)
+    LATENT: gl.constexpr = gl.BlockedLayout([N, 8], [1, 32], [WARPS, 1], [1, 0])
+    LATENT3: gl.constexpr = gl.BlockedLayout([N // I, I, 8], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    LANES: gl.constexpr = PP // 8  # Threads that copy the rotated part of a key.
+    ROPE: gl.constexpr = gl.BlockedLayout([N * LANES // 32, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    ROPE3: gl.constexpr = gl.BlockedLayout([1, I * LANES // 32, 8], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0])
+    dtype: gl.constexpr = kv.dtype.element_ty
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * PP), 16)
+    latents = gl.allocate_shared_memory(dtype, [BUFFERS, BN, RP], WIDE)
+    ropes = gl.allocate_shared_memory(dtype, [BUFFERS, BN, PP], NARROW)
+    q_latent = gl.allocate_shared_memory(dtype, [M, RP], WIDE)
+    q_rope = gl.allocate_shared_memory(dtype, [M, PP], NARROW)
+    shared_weights = gl.allocate_shared_memory(
+        dtype, [BN, M] if FEW else [M, BN], gl.NVMMASharedLayout(min(128, 2 * M), 16) if FEW else WIDE
+    )
+
+    group = gl.arange(0, BN // I, gl.SliceLayout(1, gl.SliceLayout(2, LATENT3)))
+    score_n = gl.arange(0, BN, gl.SliceLayout(ROWS, SCORES))
+    score_m = gl.program_id(0) * M + gl.arange(0, M, gl.SliceLayout(KEYS, SCORES))
+    sum_m = gl.program_id(0) * M + gl.arange(0, M, gl.SliceLayout(KEYS, SUMS))
+    sum_r = gl.arange(0, RP, gl.SliceLayout(ROWS, SUMS))
+
+    pid = gl.program_id(1)
+    work = gl.load(cum + num_seqs).to(gl.int64)
+    shares = gl.maximum(gl.minimum(num_programs, work), 1)
+    cursor = (pid * work // shares).to(gl.int32)
+    end = gl.minimum((pid + 1) * work // shares, work).to(gl.int32)
+    b = gl.load(first_seq + pid)
+    # The plan is older than the kernel before this one, but queries and new latents come from that kernel.
+    _wait_for_previous(PDL)
+    while cursor < end:
+        base = gl.load(cum + b)
+        tile_count = gl.load(cum + b + 1) - base
+        first = cursor - base
+        count = gl.minimum(tile_count - first, end - cursor)
+        length = gl.load(seq_lens + b)
+        q0 = gl.load(cu_q + b)
+        queries = gl.load(cu_q + b + 1) - q0
+        table = tables + b.to(gl.int64) * table_row
+        lo = first * BN
+        hi = gl.where(gl.program_id(0) * M < queries * HEADS, lo + count * BN, lo)  # without rows: no tiles
+        limit = gl.minimum(length, hi)
+
+        ids = _group_ids(table, lo, group, I, BS, limit)
+        _copy(latents.index(0), kv, ids, lo, limit, group, kv_block, TOKEN, R, I, BS, LATENT3, LATENT)
+        _copy(ropes.index(0), kv + R, ids, lo, limit, group, kv_block, TOKEN, P, I, BS, ROPE3, ROPE)
+        async_copy.commit_group()
+        after = lo + BN
+        ids = _group_ids(table, after, group, I, BS, limit)
+        if FEW:
+            _copy(latents.index(1), kv, ids, after, limit, group, kv_block, TOKEN, R, I, BS, LATENT3, LATENT)
+            _copy(ropes.index(1), kv + R, ids, after, limit, group, kv_block, TOKEN, P, I, BS, ROPE3, ROPE)
+            async_copy.commit_group()
+            after += BN
+            ids = _group_ids(table, after, group, I, BS, limit)
+
+        QL: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+        QR: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+        _load_queries(q_latent, q, q0, queries, q_row, q_head, HEADS, R, QL)
+        _load_queries(q_rope, q + R, q0, queries, q_row, q_head, HEADS, P, QR)
+        fence_async_shared()
+
+        position = gl.expand_dims(length - queries + score_m // HEADS, KEYS)
+        if FEW:
+            acc = gl.zeros([RP, M], gl.float32, SUMS)
+            no_scores = gl.zeros([BN, M], gl.float32, SCORES)
+        else:
+            acc = warpgroup_mma_init(gl.zeros([M, RP], gl.float32, SUMS))
+            no_scores = gl.zeros([M, BN], gl.float32, SCORES)
+        total = no_scores  # Each thread has sums of its own keys.
+        best = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(KEYS, SCORES))
+        turn = 0
+        for start in range(lo, hi, BN):
+            async_copy.wait_group(1 if FEW else 0)
+            fence_async_shared()
+            latent = latents.index(turn)
+            rope = ropes.index(turn)
+            if FEW:
+                s = warpgroup_mma(latent, q_latent.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                s = warpgroup_mma(rope, q_rope.permute((1, 0)), s, is_async=True)
+            else:
+                s = warpgroup_mma(q_latent, latent.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
+                # The values of the tile before are read. All warps must have read them before they are overwritten.
+                sums = warpgroup_mma_wait(2, deps=[acc])
+                _barrier()
+                other = turn ^ 1
+                _copy(latents.index(other), kv, ids, after, limit, group, kv_block, TOKEN, R, I, BS, LATENT3, LATENT)
+                _copy(ropes.index(other), kv + R, ids, after, limit, group, kv_block, TOKEN, P, I, BS, ROPE3, ROPE)
+                async_copy.commit_group()
+                after += BN
+                ids = _group_ids(table, after, group, I, BS, limit)
+            s = warpgroup_mma_wait(0, deps=[s])
+            seen = gl.expand_dims(start + score_n, ROWS) <= position
+            s = gl.where(seen, s, -float("inf"))
+            top = gl.maximum(best, gl.max(s, KEYS) * scale_log2)
+            safe = gl.where(top == -float("inf"), 0.0, top)
+            weights = gl.exp2(s * scale_log2 - gl.expand_dims(safe, KEYS))
+            shrink = gl.exp2(best - safe)
+            best = top
+            shared_weights.store(weights.to(dtype))
+            fence_async_shared()
+            total = total * gl.expand_dims(shrink, KEYS) + weights
+            shrink = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(KEYS, SUMS)), KEYS)
+            if FEW:
+                acc = warpgroup_mma(latent.permute((1, 0)), shared_weights, acc * shrink, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                _barrier()
+                _copy(latents.index(turn), kv, ids, after, limit, group, kv_block, TOKEN, R, I, BS, LATENT3, LATENT)
+                _copy(ropes.index(turn), kv + R, ids, after, limit, group, kv_block, TOKEN, P, I, BS, ROPE3, ROPE)
+                async_copy.commit_group()
+                after += BN
+                ids = _group_ids(table, after, group, I, BS, limit)
+            else:
+                acc = warpgroup_mma(shared_weights, latent, sums * shrink, is_async=True)
+            turn = turn ^ 1
+        if not FEW:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        async_copy.wait_group(0)
+        _barrier()
+
+        total_of_row = gl.sum(total, KEYS)
+        found = total_of_row > 0
+        divisor = gl.where(found, total_of_row, 1.0)
+        sums = acc / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(KEYS, SUMS)), KEYS)
+        ok = gl.expand_dims(sum_m // HEADS < queries, KEYS)
+        r = gl.expand_dims(sum_r, ROWS)
+        if count == tile_count:
+            place = (q0 + sum_m // HEADS).to(gl.int64) * out_row + (sum_m % HEADS) * out_head
+            gl.store(out + (gl.expand_dims(place, KEYS) + r), sums.to(out.dtype.element_ty), mask=ok & (r < R))
+        else:
+            # A share has at most two parts: one that starts in an earlier share, one that continues in a later share.
+            slot = (2 * pid + (first == 0).to(gl.int32)).to(gl.int64) * (gl.num_programs(0) * M)
+            gl.store(part_lse + slot + score_m, gl.where(found, best + gl.log2(divisor), empty))
+            gl.store(part + (gl.expand_dims((slot + sum_m) * RP, KEYS) + r), sums, mask=ok & (r >= 0))
+        cursor += count
+        b += (first + count == tile_count).to(gl.int32)
