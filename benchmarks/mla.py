@@ -23,7 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kernels import ceilings, error, seconds
 from benchmarks.support import report
 from common.kv_layout import KVLayout
-from engine.kernels.latent.attention import LatentTile, decode_tile, latent_decode, latent_prefill, latent_tile
+from engine.kernels.latent.attention import (
+    LatentTile,
+    decode_tile,
+    latent_decode,
+    latent_prefill,
+    latent_tile,
+    split_tile,
+)
 from engine.kernels.latent.attention import latent_workspace as make_workspace
 from engine.kernels.paged_decode import plan_decode
 from engine.kv.kv_pool import KVPool, LayerKV
@@ -36,22 +43,9 @@ METRICS = """metrics:
 """
 RANK, ROPE, BLOCK, POOL_TOKENS = 512, 64, 16, 64 * 4096
 SCALE, DEVICE, BF16 = 0.1, torch.device("cuda"), torch.bfloat16
-WORKERS = 12
-FEW_ROWS = [
-    LatentTile(16, keys, stages, warps, programs)
-    for keys, stages, warps, programs in (
-        (32, 4, 4, 2), (32, 5, 4, 2), (32, 6, 4, 2), (32, 7, 4, 1), (32, 5, 8, 1), (32, 7, 8, 1),
-        (64, 3, 4, 1), (64, 4, 4, 1), (64, 5, 4, 1), (64, 4, 8, 1), (64, 5, 8, 1), (16, 6, 4, 2), (16, 8, 4, 2),
-    )
-]  # fmt: skip
-MANY_ROWS = [
-    LatentTile(rows, keys, stages, warps, programs)
-    for rows, keys, stages, warps, programs in (
-        (64, 64, 2, 8, 1), (64, 64, 3, 8, 1), (64, 32, 3, 8, 1), (64, 32, 4, 8, 1), (64, 32, 5, 8, 1),
-        (64, 32, 4, 4, 1), (64, 64, 3, 4, 1), (64, 16, 5, 8, 1), (32, 32, 4, 4, 1), (32, 32, 4, 8, 1),
-        (32, 64, 3, 8, 1), (64, 64, 3, 16, 1),
-    )
-]  # fmt: skip
+WORKERS = 4
+FEW_ROWS = [LatentTile(16, 32, 5, 4, 2), LatentTile(16, 64, 2, 4, 1, hopper=True)]
+MANY_ROWS = [LatentTile(64, 64, 2, 8, 1), LatentTile(64, 64, 2, 8, 1, hopper=True)]
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,8 @@ def main() -> None:
         ("mla_16x4096_prompt", Batch(pool, tables, 16, 1, 4096), 4096),
         ("mla_128x2048_prompt", Batch(pool, tables, 128, 1, 2048), 2048),
     ):
-        tile = latent_tile(batch.heads * new, 2, DEVICE)
+        rows = batch.heads * new
+        tile = split_tile(rows, batch.layer(0)) if new <= 8 else latent_tile(rows, 2, DEVICE)
         launch, err = batch.decode(tile, new) if new <= 8 else batch.prefill(tile, new)
         measured, wrong = seconds(launch, 8, 9), err()
         copy_s, product_s = limits(batch, new)

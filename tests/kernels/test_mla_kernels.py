@@ -15,6 +15,7 @@ from engine.attention.base import StepShape
 from engine.attention.latent import LatentAttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import DecodeRows
+from engine.kernels import card
 from engine.kernels.kv_write import kv_write
 from engine.kernels.latent import attention as latent
 from engine.kernels.latent.write import latent_write
@@ -31,6 +32,9 @@ TILES = (
     if CUDA
     else [latent.LatentTile(16, 16, 1, 4, 1), latent.LatentTile(32, 32, 1, 4, 1)]
 )
+HOPPER = CUDA and card.has_wgmma(torch.device("cuda"))
+if HOPPER:
+    TILES += latent.SPLIT_TILES.values()
 
 
 def case(
@@ -60,7 +64,7 @@ def decode(made: PagedCase, tile: latent.LatentTile, max_query: int) -> torch.Te
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.keys}")
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.keys}{'-hopper' * tile.hopper}")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("queries", [[1, 1, 1, 1], [5, 1, 3, 2]], ids=["decode", "verify"])
 def test_decode(
@@ -76,6 +80,23 @@ def test_decode(
         tile = latent.FLOAT32_TILE
     made = case([max(1, queries[0]), 3000, 64, 33] if CUDA else [5, 70, 16, 33], queries, shape, device, gen, dtype)
     assert error(decode(made, tile, max(queries)), made.reference()) < TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lengths_around_a_tile_on_hopper(
+    dtype: torch.dtype, rows: int, device: torch.device, gen: torch.Generator
+) -> None:
+    """Lengths of one key, of a tile and its neighbours, and rows without tokens at the end."""
+    lens = [1, 63, 64, 65, 127, 128, 129, 1000]
+    made = case(lens, [1] * 8, (rows, 512, 64), device, gen, dtype)
+    reference = made.reference()
+    made.cu_q = torch.cat((made.cu_q, made.cu_q[-1:].repeat(2)))
+    made.seq_lens = torch.cat((made.seq_lens, made.seq_lens.new_zeros(2)))
+    made.tables = torch.cat((made.tables, made.tables[:2]))
+    tile = next(tile for most, tile in latent.SPLIT_TILES.items() if rows <= most)
+    assert error(decode(made, tile, 1), reference) < TOLERANCE[dtype]
 
 
 def test_rows_without_tokens_and_lone_sequences(device: torch.device, gen: torch.Generator) -> None:
@@ -162,13 +183,15 @@ def test_the_backend_equals_torch(device: torch.device, gen: torch.Generator) ->
     assert want.shape == (36, heads, rank)
     written = cache.kv.clone()
     got = ours.attend(made.q, new, cache, ours.prepare(step), None)
-    torch.testing.assert_close(got, want)
+    tolerance = TOLERANCE[torch.float32]  # The order of sums differs: single numbers differ by 2e-5.
+    assert error(got, want.double()) < tolerance
     assert torch.equal(cache.kv, written)
 
     chosen = torch.tensor([0, 20, 23, 35], device=device)
     positions = torch.cat([torch.arange(s, n) for s, n in zip(starts, made.lens, strict=True)]).to(device)
     selected = ours.select_tokens(ours.prepare(step), chosen, positions)
-    torch.testing.assert_close(ours.attend_written(made.q[chosen], new, cache, selected, None), want[chosen])
+    got = ours.attend_written(made.q[chosen], new, cache, selected, None)
+    assert error(got, want[chosen].double()) < tolerance
 
     order = [0, 2, 1, 3]  # captured steps have the decoding rows first
     counts = [made.queries[r] for r in order]
@@ -181,6 +204,7 @@ def test_the_backend_equals_torch(device: torch.device, gen: torch.Generator) ->
     decodes = DecodeRows(torch.tensor([0, 1, 4, 4, 4], dtype=torch.int32, device=device), lens * (lens < 40), 3)
     slots = torch.full((36,), -1, dtype=torch.int32, device=device)
     metadata = ours.listed_metadata(slots, cu_q, lens, rows, tiles, decodes)
-    torch.testing.assert_close(ours.attend_written(made.q[tokens], new, cache, metadata, None), want[tokens])
+    got = ours.attend_written(made.q[tokens], new, cache, metadata, None)
+    assert error(got, want[tokens].double()) < tolerance
     kv_write(new, cache, slots)
     assert torch.equal(cache.kv, written)

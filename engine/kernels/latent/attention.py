@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.kernels import card
 from engine.kernels.decode_tiles import EMPTY, LOG2E
+from engine.kernels.latent import hopper
 from engine.kernels.paged_decode import DecodePlan, DecodeTile, DecodeWorkspace, merge_parts
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kv.kv_pool import LayerKV
@@ -35,11 +36,18 @@ class LatentTile:
     stages: int  # Of the software pipeline. Block ids take half of them.
     warps: int
     programs: int  # Programs of an SM that run at once.
+    hopper: bool = False  # Decode takes the kernel of `hopper`.
 
 
 #: Tiles for bf16 and fp16 by the largest number of rows that they serve, where a warp group multiplies from shared
 #: memory (Hopper). A tile of 64 rows has its sums in half of the registers of an SM.
 HOPPER_TILES = {16: LatentTile(16, 32, 5, 4, 2), 1 << 30: LatentTile(64, 64, 3, 8, 1)}
+#: Tiles of the decode kernel for Hopper, in the same form. Both have room for two tiles of keys.
+SPLIT_TILES = {
+    16: LatentTile(16, 64, 2, 4, 1, hopper=True),
+    32: LatentTile(32, 64, 2, 4, 1, hopper=True),
+    1 << 30: LatentTile(64, 64, 2, 8, 1, hopper=True),
+}
 #: Tiles of other cards.
 OTHER_TILES = {16: LatentTile(16, 32, 3, 4, 1), 1 << 30: LatentTile(32, 32, 3, 8, 1)}
 FLOAT32_TILE = LatentTile(16, 16, 2, 4, 1)
@@ -51,6 +59,13 @@ def latent_tile(rows: int, itemsize: int, device: torch.device) -> LatentTile:
         return FLOAT32_TILE
     tiles = HOPPER_TILES if card.has_wgmma(device) else OTHER_TILES
     return next(tile for most, tile in tiles.items() if rows <= most)
+
+
+def split_tile(rows: int, layer: LayerKV) -> LatentTile:
+    """Returns the tile of decode, which splits keys, for `rows` (token, head) pairs of a sequence."""
+    if not hopper.serves(layer):
+        return latent_tile(rows, layer.kv.element_size(), layer.kv.device)
+    return next(tile for most, tile in SPLIT_TILES.items() if rows <= most)
 
 
 @triton.jit
@@ -248,7 +263,8 @@ def latent_workspace(tile: LatentTile, heads: int, max_query: int, rank: int, de
 
 def decode_tile(tile: LatentTile) -> DecodeTile:
     """Returns the tile as an argument of `plan_decode`."""
-    return DecodeTile(tile.keys, tile.stages, tile.warps)
+    kind = hopper.HopperTile if tile.hopper else DecodeTile
+    return kind(tile.keys, tile.stages, tile.warps)
 
 
 def latent_decode(
@@ -278,13 +294,16 @@ def latent_decode(
     heads, programs, tile = q.shape[1], plan.first_seq.shape[0], plan.tile
     rows, num_seqs = workspace.part.shape[1], seq_lens.shape[0]
     assert heads * max_query <= rows
-    _decode_kernel[(rows // workspace.row_tile, programs)](
-        q, layer.kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
-        *q.stride()[:2], layer.kv.stride(0), layer.kv.stride(3), block_tables.stride(0), *out.stride()[:2], num_seqs,
-        programs, scale * LOG2E,
-        M=workspace.row_tile, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps, **_sizes(q, layer),
-        **pdl_args(q.device),
-    )  # fmt: skip
+    if isinstance(tile, hopper.HopperTile):
+        hopper.decode(q, layer, block_tables, cu_q, seq_lens, plan, workspace, scale_log2=scale * LOG2E, out=out)
+    else:
+        _decode_kernel[(rows // workspace.row_tile, programs)](
+            q, layer.kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part,
+            workspace.part_lse, *q.stride()[:2], layer.kv.stride(0), layer.kv.stride(3), block_tables.stride(0),
+            *out.stride()[:2], num_seqs, programs, scale * LOG2E,
+            M=workspace.row_tile, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps, **_sizes(q, layer),
+            **pdl_args(q.device),
+        )  # fmt: skip
     merge_parts(plan, workspace, cu_q, out, num_seqs=num_seqs, num_kv_heads=1, max_query=max_query)
     return out
 

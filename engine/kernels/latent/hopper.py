@@ -10,6 +10,8 @@ share the keys of the scores and the columns of the values, and sums are [rows, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -18,52 +20,63 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
+from engine.kernels import card
 from engine.kernels.decode_tiles import EMPTY
+from engine.kernels.paged_decode import DecodePlan, DecodeTile, DecodeWorkspace
 from engine.kernels.pdl import pdl_args, wait_for_previous
+from engine.kv.kv_pool import LayerKV
 
+
+@dataclass(frozen=True)
+class HopperTile(DecodeTile):
+    """A tile of this kernel. Rows up to MAX_FEW take the form for few rows."""
+
+
+MAX_FEW = 32
+MIN_RANK, MAX_RANK, MAX_ROPE = 64, 512, 64
+MIN_BLOCK = 16  # Each warp copies keys of one block.
 BUFFERS = gl.constexpr(2)  # Tiles of keys in shared memory. Two tiles of 64 keys and 64 rows of queries fill it.
 empty = gl.constexpr(EMPTY.value)
 _wait_for_previous = gluon.jit(wait_for_previous.fn)
-#: A barrier of all threads of a program. Triton 3.6 has another name for it than later versions.
+# Triton 3.6 has other names than later versions for a barrier of all threads and for an asynchronous copy.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
-def _group_ids(table, start, group, I: gl.constexpr, BS: gl.constexpr, limit):
-    """Loads the block ids of groups of I keys, which are in one block each. Behind the limit: of its block."""
-    return gl.load(table + gl.minimum(start + group * I, gl.maximum(limit - 1, 0)) // BS)
+def _warp_ids(table, start, warp, N: gl.constexpr, BS: gl.constexpr, limit):
+    """Loads the id of the block that has each warp's N keys of the tile at start. Keys from the limit on have any."""
+    return gl.load(table + gl.minimum(start + warp * N, gl.maximum(limit - 1, 0)) // BS)
 
 
 @gluon.jit
 def _copy(
-    dst, kv, ids, start, limit, group, kv_block, TOKEN: gl.constexpr, COLUMNS: gl.constexpr, I: gl.constexpr,
-    BS: gl.constexpr, L3: gl.constexpr, L2: gl.constexpr,
+    dst, kv, ids, start, limit, warp, kv_block, TOKEN: gl.constexpr, COLUMNS: gl.constexpr, N: gl.constexpr,
+    BS: gl.constexpr, LAYOUT: gl.constexpr, LAYOUT3: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copy of the keys start.. to a tile in shared memory. Keys from the limit on are zeros.
+    """Starts the copy of the keys start.. to a tile in shared memory. Keys from the limit on become zeros.
 
-    ids: block ids of groups of I keys. L3: layout of a tile as [groups, I, columns]. L2: the same as [keys, columns].
+    LAYOUT: of the tile. LAYOUT3: the same layout of a tile [warps, N, columns].
     """
-    PER_GROUP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
-    in_group = gl.arange(0, I, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
-    c = gl.arange(0, dst.shape[1], gl.SliceLayout(0, L2))
-    ids = gl.convert_layout(ids, PER_GROUP, assert_trivial=True)
-    first = start + gl.convert_layout(group, PER_GROUP, assert_trivial=True) * I
+    KEYS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT3))
+    c = gl.arange(0, dst.shape[1], gl.SliceLayout(0, LAYOUT))
+    i = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT3)))
+    ids = gl.convert_layout(ids, WARP, assert_trivial=True)
+    first = start + gl.convert_layout(warp, WARP, assert_trivial=True) * N
     place = ids.to(gl.int64) * kv_block + (first % BS) * TOKEN
-    place = gl.reshape(place[:, None] + (in_group * TOKEN)[None, :], [dst.shape[0]])
-    seen = gl.reshape(first[:, None] + in_group[None, :], [dst.shape[0]]) < limit
-    place = gl.multiple_of(gl.convert_layout(place, gl.SliceLayout(1, L2), assert_trivial=True), 8)
-    ok = gl.convert_layout(seen, gl.SliceLayout(1, L2), assert_trivial=True)[:, None] & (c < COLUMNS)[None, :]
-    async_copy.async_copy_global_to_shared(dst, kv + (place[:, None] + c[None, :]), mask=ok)
+    place = gl.reshape(place[:, None] + (i * TOKEN)[None, :], [dst.shape[0]])
+    place = gl.multiple_of(gl.convert_layout(place, KEYS, assert_trivial=True), 8)
+    seen = gl.reshape(first[:, None] + i[None, :], [dst.shape[0]]) < limit
+    ok = gl.convert_layout(seen, KEYS, assert_trivial=True)[:, None] & (c < COLUMNS)[None, :]
+    _async_load(dst, kv + (place[:, None] + c[None, :]), mask=ok)
 
 
 @gluon.jit
-def _load_queries(
-    dst, q, q0, queries, q_row, q_head, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _load_queries(dst, q, q0, queries, q_row, q_head, HEADS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Loads a part of the queries of this program's rows into shared memory."""
     m = gl.program_id(0) * dst.shape[0] + gl.arange(0, dst.shape[0], gl.SliceLayout(1, LAYOUT))
     c = gl.arange(0, dst.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -91,12 +104,11 @@ def _decode_kernel(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, M if FEW else BN * 4 // WARPS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, M if FEW else RP * 4 // WARPS, 16])
     N: gl.constexpr = BN // WARPS  # Keys that a warp copies.
-    I: gl.constexpr = min(N, BS)
     LATENT: gl.constexpr = gl.BlockedLayout([N, 8], [1, 32], [WARPS, 1], [1, 0])
-    LATENT3: gl.constexpr = gl.BlockedLayout([N // I, I, 8], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
-    LANES: gl.constexpr = PP // 8  # Threads that copy the rotated part of a key.
-    ROPE: gl.constexpr = gl.BlockedLayout([N * LANES // 32, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    ROPE3: gl.constexpr = gl.BlockedLayout([1, I * LANES // 32, 8], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0])
+    LATENT3: gl.constexpr = gl.BlockedLayout([1, N, 8], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    T: gl.constexpr = PP // 8  # Threads that copy the rotated part of a key.
+    ROPE: gl.constexpr = gl.BlockedLayout([N * T // 32, 8], [32 // T, T], [WARPS, 1], [1, 0])
+    ROPE3: gl.constexpr = gl.BlockedLayout([1, N * T // 32, 8], [1, 32 // T, T], [WARPS, 1, 1], [2, 1, 0])
     dtype: gl.constexpr = kv.dtype.element_ty
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * PP), 16)
@@ -108,7 +120,7 @@ def _decode_kernel(
         dtype, [BN, M] if FEW else [M, BN], gl.NVMMASharedLayout(min(128, 2 * M), 16) if FEW else WIDE
     )
 
-    group = gl.arange(0, BN // I, gl.SliceLayout(1, gl.SliceLayout(2, LATENT3)))
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LATENT3)))
     score_n = gl.arange(0, BN, gl.SliceLayout(ROWS, SCORES))
     score_m = gl.program_id(0) * M + gl.arange(0, M, gl.SliceLayout(KEYS, SCORES))
     sum_m = gl.program_id(0) * M + gl.arange(0, M, gl.SliceLayout(KEYS, SUMS))
@@ -135,21 +147,21 @@ def _decode_kernel(
         hi = gl.where(gl.program_id(0) * M < queries * HEADS, lo + count * BN, lo)  # without rows: no tiles
         limit = gl.minimum(length, hi)
 
-        ids = _group_ids(table, lo, group, I, BS, limit)
-        _copy(latents.index(0), kv, ids, lo, limit, group, kv_block, TOKEN, R, I, BS, LATENT3, LATENT)
-        _copy(ropes.index(0), kv + R, ids, lo, limit, group, kv_block, TOKEN, P, I, BS, ROPE3, ROPE)
+        ids = _warp_ids(table, lo, warp, N, BS, limit)
+        _copy(latents.index(0), kv, ids, lo, limit, warp, kv_block, TOKEN, R, N, BS, LATENT, LATENT3)
+        _copy(ropes.index(0), kv + R, ids, lo, limit, warp, kv_block, TOKEN, P, N, BS, ROPE, ROPE3)
         async_copy.commit_group()
         after = lo + BN
-        ids = _group_ids(table, after, group, I, BS, limit)
+        ids = _warp_ids(table, after, warp, N, BS, limit)
         if FEW:
-            _copy(latents.index(1), kv, ids, after, limit, group, kv_block, TOKEN, R, I, BS, LATENT3, LATENT)
-            _copy(ropes.index(1), kv + R, ids, after, limit, group, kv_block, TOKEN, P, I, BS, ROPE3, ROPE)
+            _copy(latents.index(1), kv, ids, after, limit, warp, kv_block, TOKEN, R, N, BS, LATENT, LATENT3)
+            _copy(ropes.index(1), kv + R, ids, after, limit, warp, kv_block, TOKEN, P, N, BS, ROPE, ROPE3)
             async_copy.commit_group()
             after += BN
-            ids = _group_ids(table, after, group, I, BS, limit)
+            ids = _warp_ids(table, after, warp, N, BS, limit)
 
         QL: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-        QR: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+        QR: gl.constexpr = gl.BlockedLayout([1, 8], [32 // T, T], [WARPS, 1], [1, 0])
         _load_queries(q_latent, q, q0, queries, q_row, q_head, HEADS, R, QL)
         _load_queries(q_rope, q + R, q0, queries, q_row, q_head, HEADS, P, QR)
         fence_async_shared()
@@ -159,13 +171,14 @@ def _decode_kernel(
             acc = gl.zeros([RP, M], gl.float32, SUMS)
             no_scores = gl.zeros([BN, M], gl.float32, SCORES)
         else:
-            acc = warpgroup_mma_init(gl.zeros([M, RP], gl.float32, SUMS))
+            acc = gl.zeros([M, RP], gl.float32, SUMS)
             no_scores = gl.zeros([M, BN], gl.float32, SCORES)
         total = no_scores  # Each thread has sums of its own keys.
         best = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(KEYS, SCORES))
         turn = 0
         for start in range(lo, hi, BN):
             async_copy.wait_group(1 if FEW else 0)
+            _barrier()  # All copies have arrived, and all warps have read the tile before.
             fence_async_shared()
             latent = latents.index(turn)
             rope = ropes.index(turn)
@@ -175,15 +188,12 @@ def _decode_kernel(
             else:
                 s = warpgroup_mma(q_latent, latent.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
-                # The values of the tile before are read. All warps must have read them before they are overwritten.
-                sums = warpgroup_mma_wait(2, deps=[acc])
-                _barrier()
                 other = turn ^ 1
-                _copy(latents.index(other), kv, ids, after, limit, group, kv_block, TOKEN, R, I, BS, LATENT3, LATENT)
-                _copy(ropes.index(other), kv + R, ids, after, limit, group, kv_block, TOKEN, P, I, BS, ROPE3, ROPE)
+                _copy(latents.index(other), kv, ids, after, limit, warp, kv_block, TOKEN, R, N, BS, LATENT, LATENT3)
+                _copy(ropes.index(other), kv + R, ids, after, limit, warp, kv_block, TOKEN, P, N, BS, ROPE, ROPE3)
                 async_copy.commit_group()
                 after += BN
-                ids = _group_ids(table, after, group, I, BS, limit)
+                ids = _warp_ids(table, after, warp, N, BS, limit)
             s = warpgroup_mma_wait(0, deps=[s])
             seen = gl.expand_dims(start + score_n, ROWS) <= position
             s = gl.where(seen, s, -float("inf"))
@@ -200,16 +210,15 @@ def _decode_kernel(
                 acc = warpgroup_mma(latent.permute((1, 0)), shared_weights, acc * shrink, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 _barrier()
-                _copy(latents.index(turn), kv, ids, after, limit, group, kv_block, TOKEN, R, I, BS, LATENT3, LATENT)
-                _copy(ropes.index(turn), kv + R, ids, after, limit, group, kv_block, TOKEN, P, I, BS, ROPE3, ROPE)
+                _copy(latents.index(turn), kv, ids, after, limit, warp, kv_block, TOKEN, R, N, BS, LATENT, LATENT3)
+                _copy(ropes.index(turn), kv + R, ids, after, limit, warp, kv_block, TOKEN, P, N, BS, ROPE, ROPE3)
                 async_copy.commit_group()
                 after += BN
-                ids = _group_ids(table, after, group, I, BS, limit)
+                ids = _warp_ids(table, after, warp, N, BS, limit)
             else:
-                acc = warpgroup_mma(shared_weights, latent, sums * shrink, is_async=True)
+                acc = warpgroup_mma(shared_weights, latent, acc * shrink, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
             turn = turn ^ 1
-        if not FEW:
-            acc = warpgroup_mma_wait(0, deps=[acc])
         async_copy.wait_group(0)
         _barrier()
 
@@ -229,3 +238,41 @@ def _decode_kernel(
             gl.store(part + (gl.expand_dims((slot + sum_m) * RP, KEYS) + r), sums, mask=ok & (r >= 0))
         cursor += count
         b += (first + count == tile_count).to(gl.int32)
+
+
+def serves(layer: LayerKV) -> bool:
+    """Returns whether this kernel can read the layer, on this card."""
+    if triton.knobs.runtime.interpret or not card.has_wgmma(layer.kv.device):
+        return False
+    rank, rope = layer.latent_dim, layer.head_dim - layer.latent_dim
+    fits = MIN_RANK <= rank <= MAX_RANK and rope <= MAX_ROPE and rank % 8 == rope % 8 == 0
+    return layer.kv.element_size() == 2 and fits and layer.block_size % MIN_BLOCK == 0
+
+
+def decode(
+    q: Tensor,
+    layer: LayerKV,
+    block_tables: Tensor,
+    cu_q: Tensor,
+    seq_lens: Tensor,
+    plan: DecodePlan,
+    workspace: DecodeWorkspace,
+    *,
+    scale_log2: float,
+    out: Tensor,
+) -> None:
+    """Computes the shares of `latent_decode`. Its caller merges the parts.
+
+    Args:
+        scale_log2: scale of scores in units of log2.
+    """
+    heads, rank = q.shape[1], layer.latent_dim
+    rope, programs, tile, rows = q.shape[2] - rank, plan.first_seq.shape[0], plan.tile, workspace.part.shape[1]
+    _decode_kernel[(rows // workspace.row_tile, programs)](
+        q, layer.kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
+        *q.stride()[:2], layer.kv.stride(0), block_tables.stride(0), *out.stride()[:2], seq_lens.shape[0], programs,
+        scale_log2,
+        HEADS=heads, M=workspace.row_tile, R=rank, RP=workspace.part.shape[2], P=rope,
+        PP=max(32, triton.next_power_of_2(rope)), TOKEN=layer.kv.stride(3), BS=layer.block_size, BN=tile.keys,
+        FEW=workspace.row_tile <= MAX_FEW, WARPS=tile.warps, num_warps=tile.warps, **pdl_args(q.device),
+    )  # fmt: skip
