@@ -18,9 +18,11 @@ from engine.attention.triton_backend import DecodeRows
 from engine.kernels import card
 from engine.kernels.kv_write import kv_write
 from engine.kernels.latent import attention as latent
+from engine.kernels.latent import hopper
 from engine.kernels.latent.write import latent_write
 from engine.kernels.paged_decode import plan_decode
 from engine.kernels.paged_prefill import list_tiles
+from tests.rigs.engine.eager_gluon import run_eagerly
 from tests.rigs.engine.paged import TOLERANCE, PagedCase, error, poisoned_layer
 
 CUDA = torch.cuda.is_available()
@@ -44,9 +46,10 @@ def case(
     device: torch.device,
     gen: torch.Generator,
     dtype: torch.dtype = torch.float32,
+    block_size: int = 16 if CUDA else 4,
 ) -> PagedCase:
     heads, rank, rope = shape
-    sizes = {"heads": heads, "kv_heads": 1, "dim": rank + rope, "latent_dim": rank, "block_size": 16 if CUDA else 4}
+    sizes = {"heads": heads, "kv_heads": 1, "dim": rank + rope, "latent_dim": rank, "block_size": block_size}
     return PagedCase(lens, queries, **sizes, dtype=dtype, device=device, gen=gen, scale=0.3)  # type: ignore[arg-type]
 
 
@@ -80,6 +83,24 @@ def test_decode(
         tile = latent.FLOAT32_TILE
     made = case([max(1, queries[0]), 3000, 64, 33] if CUDA else [5, 70, 16, 33], queries, shape, device, gen, dtype)
     assert error(decode(made, tile, max(queries)), made.reference()) < TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU runs the kernel itself")
+@pytest.mark.parametrize("few", [True, False], ids=["few-rows", "many-rows"])
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(5, 96, 24), (20, 64, 32)])
+def test_the_hopper_kernel_in_torch(
+    heads: int, rank: int, rope: int, few: bool, gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths around a tile, several tokens of a sequence, shares of several sequences, and rows without tokens."""
+    run_eagerly(hopper, ["_decode_kernel"], monkeypatch)
+    shape, queries = (heads, rank, rope), [1, 3, 1, 2, 1]
+    made = case([1, 64, 65, 700, 127], queries, shape, torch.device("cpu"), gen, torch.bfloat16, 16)
+    reference = made.reference()
+    made.cu_q = torch.cat((made.cu_q, made.cu_q[-1:]))
+    made.seq_lens = torch.cat((made.seq_lens, made.seq_lens.new_zeros(1)))
+    made.tables = torch.cat((made.tables, made.tables[:1]))
+    tile = latent.LatentTile(16 if few else 64, 64, 2, 4 if few else 8, 1, hopper=True)
+    assert error(decode(made, tile, 3), reference) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
