@@ -46,6 +46,12 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
+@gluon.constexpr_function
+def _product(columns: int, warps: int) -> gl.NVMMADistributedLayout:
+    """Returns the layout of a product with so many columns. A second warp group has half of the columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, columns * 4 // warps, 16])
+
+
 @gluon.jit
 def _warp_ids(table, start, warp, N: gl.constexpr, BS: gl.constexpr, limit):
     """Loads the id of the block that has each warp's N keys of the tile at start. Keys from the limit on have any."""
@@ -101,8 +107,8 @@ def _decode_kernel(
     # Axis of the keys in scores. The other axis is that of rows.
     KEYS: gl.constexpr = 0 if FEW else 1
     ROWS: gl.constexpr = 1 - KEYS
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, M if FEW else BN * 4 // WARPS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, M if FEW else RP * 4 // WARPS, 16])
+    SCORES: gl.constexpr = _product(M if FEW else BN, WARPS)
+    SUMS: gl.constexpr = _product(M if FEW else RP, WARPS)
     N: gl.constexpr = BN // WARPS  # Keys that a warp copies.
     LATENT: gl.constexpr = gl.BlockedLayout([N, 8], [1, 32], [WARPS, 1], [1, 0])
     LATENT3: gl.constexpr = gl.BlockedLayout([1, N, 8], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
