@@ -29,7 +29,6 @@ from engine.kernels.latent.attention import (
     latent_decode,
     latent_prefill,
     latent_tile,
-    split_tile,
 )
 from engine.kernels.latent.attention import latent_workspace as make_workspace
 from engine.kernels.paged_decode import plan_decode
@@ -180,8 +179,7 @@ def main() -> None:
         ("mla_16x4096_prompt", Batch(pool, tables, 16, 1, 4096), 4096),
         ("mla_128x2048_prompt", Batch(pool, tables, 128, 1, 2048), 2048),
     ):
-        rows = batch.heads * new
-        tile = split_tile(rows, batch.layer(0)) if new <= 8 else latent_tile(rows, 2, DEVICE)
+        tile = latent_tile(batch.heads * new, batch.layer(0))
         launch, err = batch.decode(tile, new) if new <= 8 else batch.prefill(tile, new)
         measured, wrong = seconds(launch, 8, 9), err()
         copy_s, product_s = limits(batch, new)

@@ -40,7 +40,7 @@ class LatentAttentionBackend(TritonAttention):
 
     def _plan(self, span: RowSpan, window: int | None) -> DecodePlan:
         sizes = {"num_kv_heads": 1, "head_dim": self._head_dim, "itemsize": self._itemsize}
-        tile = self._latent.decode_tile(self._split_tile(span.max_new))
+        tile = self._latent.decode_tile(self._tile(span.max_new))
         rows = span.cu_q, span.seq_lens, self._workspace(span.max_new)
         plan: DecodePlan = self._decode.plan_decode(*rows, tile=tile, **sizes)
         return plan
@@ -48,14 +48,11 @@ class LatentAttentionBackend(TritonAttention):
     def _workspace(self, max_new: int) -> DecodeWorkspace:
         if max_new not in self._workspaces:
             sizes = self._num_heads, max_new, self._value_dim
-            self._workspaces[max_new] = self._latent.latent_workspace(self._split_tile(max_new), *sizes, self._device)
+            self._workspaces[max_new] = self._latent.latent_workspace(self._tile(max_new), *sizes, self._device)
         return self._workspaces[max_new]
 
     def _tile(self, new_tokens: int) -> Any:
-        return self._latent.latent_tile(self._num_heads * new_tokens, self._itemsize, self._device)
-
-    def _split_tile(self, new_tokens: int) -> Any:
-        return self._latent.split_tile(self._num_heads * new_tokens, self._first_layer)
+        return self._latent.latent_tile(self._num_heads * new_tokens, self._first_layer)
 
     def _listed_rows(self, max_tokens: int) -> int:
         rows: int = self._tile(max_tokens).rows

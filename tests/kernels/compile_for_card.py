@@ -160,7 +160,7 @@ def latents() -> None:
         cu_q, lens = torch.arange(seqs + 1, dtype=small) * new, torch.full((seqs,), 400, dtype=small)
         rows = torch.zeros(seqs, 32, dtype=small), cu_q, lens
         if new == 1:
-            tile = latent_attention.split_tile(heads, cached)
+            tile = latent_attention.latent_tile(heads, cached)
             space = latent_attention.latent_workspace(tile, heads, new, rank, CPU)
             sizes = {"num_kv_heads": 1, "head_dim": rank + rope, "itemsize": 2}
             plan = paged_decode.plan_decode(cu_q, lens, space, tile=latent_attention.decode_tile(tile), **sizes)

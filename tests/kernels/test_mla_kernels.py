@@ -5,6 +5,8 @@ Shapes are tiny in the interpreter. On a GPU they are those of DeepSeek-V2-Lite 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -36,7 +38,7 @@ TILES = (
 )
 HOPPER = CUDA and card.has_wgmma(torch.device("cuda"))
 if HOPPER:
-    TILES += latent.SPLIT_TILES.values()
+    TILES += latent.HOPPER_TILES.values()
 
 
 def case(
@@ -92,7 +94,7 @@ def test_the_hopper_kernel_in_torch(
     heads: int, rank: int, rope: int, few: bool, gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths around a tile, several tokens of a sequence, shares of several sequences, and rows without tokens."""
-    run_eagerly(hopper, ["_decode_kernel"], monkeypatch)
+    run_eagerly(hopper, ["_decode_kernel", "_prompt_kernel", "_listed_kernel"], monkeypatch)
     shape, queries = (heads, rank, rope), [1, 3, 1, 2, 1]
     made = case([1, 64, 65, 700, 127], queries, shape, torch.device("cpu"), gen, torch.bfloat16, 16)
     reference = made.reference()
@@ -101,6 +103,17 @@ def test_the_hopper_kernel_in_torch(
     made.tables = torch.cat((made.tables, made.tables[:1]))
     tile = latent.LatentTile(16 if few else 64, 64, 2, 4 if few else 8, 1, hopper=True)
     assert error(decode(made, tile, 3), reference) < TOLERANCE[torch.bfloat16]
+
+    rows = made.q, made.layer, made.tables, made.cu_q, made.seq_lens
+    options: dict[str, Any] = {"scale": made.scale, "out": torch.full_like(made.out, float("nan"))}
+    latent.latent_prefill(*rows, max_query=3, tile=tile, **options)
+    assert error(options["out"], reference) < TOLERANCE[torch.bfloat16]
+    starts = np.array(made.lens) - np.array(queries)
+    tiles = torch.from_numpy(list_tiles(starts, np.array(queries), 0, heads, tile.rows))
+    monkeypatch.setattr(latent, "latent_tile", lambda *_: tile)
+    options["out"].fill_(float("nan"))
+    latent.listed_prefill(*rows, tiles, max_tokens=8, **options)
+    assert error(options["out"], reference) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -116,7 +129,7 @@ def test_lengths_around_a_tile_on_hopper(
     made.cu_q = torch.cat((made.cu_q, made.cu_q[-1:].repeat(2)))
     made.seq_lens = torch.cat((made.seq_lens, made.seq_lens.new_zeros(2)))
     made.tables = torch.cat((made.tables, made.tables[:2]))
-    tile = next(tile for most, tile in latent.SPLIT_TILES.items() if rows <= most)
+    tile = next(tile for most, tile in latent.HOPPER_TILES.items() if rows <= most)
     assert error(decode(made, tile, 1), reference) < TOLERANCE[dtype]
 
 
@@ -141,7 +154,7 @@ def test_prompts(
     rows = made.tables, made.cu_q, made.seq_lens
     tokens, options = sum(queries), {"scale": made.scale, "out": made.out}
     if listed:
-        tile = latent.latent_tile(shape[0] * tokens, made.q.element_size(), device)
+        tile = latent.latent_tile(shape[0] * tokens, made.layer)
         starts = np.array(lens) - np.array(queries)
         tiles = torch.from_numpy(list_tiles(starts, np.array(queries), 0, shape[0], tile.rows)).to(device)
         latent.listed_prefill(made.q, made.layer, *rows, tiles, max_tokens=tokens, **options)

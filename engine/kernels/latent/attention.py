@@ -10,16 +10,14 @@ step, as in `paged_prefill`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import card
 from engine.kernels.decode_tiles import EMPTY, LOG2E
 from engine.kernels.latent import hopper
+from engine.kernels.latent.hopper import LatentTile
 from engine.kernels.paged_decode import DecodePlan, DecodeTile, DecodeWorkspace, merge_parts
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kv.kv_pool import LayerKV
@@ -27,45 +25,23 @@ from engine.kv.kv_pool import LayerKV
 EXTRA_PROGRAMS = 8  # Programs of a list of tiles, beyond those that one row with all tokens needs.
 
 
-@dataclass(frozen=True)
-class LatentTile:
-    """The tile of a program."""
-
-    rows: int  # (token, head) pairs.
-    keys: int
-    stages: int  # Of the software pipeline. Block ids take half of them.
-    warps: int
-    programs: int  # Programs of an SM that run at once.
-    hopper: bool = False  # Decode takes the kernel of `hopper`.
-
-
-#: Tiles for bf16 and fp16 by the largest number of rows that they serve, where a warp group multiplies from shared
-#: memory (Hopper). A tile of 64 rows has its sums in half of the registers of an SM.
-HOPPER_TILES = {16: LatentTile(16, 32, 5, 4, 2), 1 << 30: LatentTile(64, 64, 3, 8, 1)}
-#: Tiles of the decode kernel for Hopper, in the same form. Both have room for two tiles of keys.
-SPLIT_TILES = {
+#: Tiles of the kernels for Hopper, by the largest number of rows that they serve.
+HOPPER_TILES = {
     16: LatentTile(16, 64, 2, 4, 1, hopper=True),
     32: LatentTile(32, 64, 2, 4, 1, hopper=True),
     1 << 30: LatentTile(64, 64, 2, 8, 1, hopper=True),
 }
-#: Tiles of other cards.
+#: Tiles of the kernels of this module for bf16 and fp16.
 OTHER_TILES = {16: LatentTile(16, 32, 3, 4, 1), 1 << 30: LatentTile(32, 32, 3, 8, 1)}
 FLOAT32_TILE = LatentTile(16, 16, 2, 4, 1)
 
 
-def latent_tile(rows: int, itemsize: int, device: torch.device) -> LatentTile:
-    """Returns the tile for `rows` (token, head) pairs of a sequence. itemsize: bytes of a number in the cache."""
-    if itemsize == 4:
+def latent_tile(rows: int, layer: LayerKV) -> LatentTile:
+    """Returns the tile for `rows` (token, head) pairs of a sequence."""
+    if layer.kv.element_size() == 4:
         return FLOAT32_TILE
-    tiles = HOPPER_TILES if card.has_wgmma(device) else OTHER_TILES
+    tiles = HOPPER_TILES if hopper.serves(layer) else OTHER_TILES
     return next(tile for most, tile in tiles.items() if rows <= most)
-
-
-def split_tile(rows: int, layer: LayerKV) -> LatentTile:
-    """Returns the tile of decode, which splits keys, for `rows` (token, head) pairs of a sequence."""
-    if not hopper.serves(layer):
-        return latent_tile(rows, layer.kv.element_size(), layer.kv.device)
-    return next(tile for most, tile in SPLIT_TILES.items() if rows <= most)
 
 
 @triton.jit
@@ -322,8 +298,12 @@ def latent_prefill(
 ) -> Tensor:
     """Computes the attention of `latent_decode` for any number of new tokens, without a split of keys."""
     rows = q.shape[1] * max_query
-    tile = tile or latent_tile(rows, q.element_size(), q.device)
-    _prompt_kernel[(triton.cdiv(rows, tile.rows), seq_lens.shape[0])](
+    tile = tile or latent_tile(rows, layer)
+    inputs, programs = (q, layer, block_tables, cu_q, seq_lens), triton.cdiv(rows, tile.rows)
+    if tile.hopper:
+        hopper.prefill(*inputs, programs, tile=tile, scale_log2=scale * LOG2E, out=out)
+        return out
+    _prompt_kernel[(programs, seq_lens.shape[0])](
         q, layer.kv, block_tables, cu_q, seq_lens, out, *_strides(q, layer, block_tables, out), scale * LOG2E,
         M=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps, **_sizes(q, layer),
     )  # fmt: skip
@@ -349,8 +329,12 @@ def listed_prefill(
         max_tokens: largest number of tokens in all tiles together.
     """
     rows = q.shape[1] * max_tokens
-    tile = latent_tile(rows, q.element_size(), q.device)
-    _listed_kernel[(triton.cdiv(rows, tile.rows) + EXTRA_PROGRAMS,)](
+    tile = latent_tile(rows, layer)
+    inputs, programs = (q, layer, block_tables, cu_q, seq_lens), triton.cdiv(rows, tile.rows) + EXTRA_PROGRAMS
+    if tile.hopper:
+        hopper.prefill(*inputs, programs, tile=tile, scale_log2=scale * LOG2E, out=out, tiles=tiles)
+        return out
+    _listed_kernel[(programs,)](
         q, layer.kv, block_tables, cu_q, seq_lens, tiles, out, *_strides(q, layer, block_tables, out), scale * LOG2E,
         M=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps, **_sizes(q, layer),
     )  # fmt: skip

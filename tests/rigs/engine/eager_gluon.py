@@ -7,9 +7,9 @@ if a kernel reads a tile too early, or overwrites it too early. Races between wa
 
 from __future__ import annotations
 
-import builtins
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -175,7 +175,7 @@ class EagerKernel:
                         torch.tensor(arg.storage_offset())) if isinstance(arg, Tensor) else arg
                 for arg in args
             ]  # fmt: skip
-            for ids in programs(grid):
+            for ids in itertools.product(*map(range, grid)):
                 self.enter(Program(ids, grid))
                 self.kernel.fn(*pointers, **options)
 
@@ -195,10 +195,6 @@ class EagerKernel:
             "_wait_for_previous": lambda _: None,
         }.items():
             self.monkeypatch.setattr(self.module, name, value)
-
-
-def programs(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    return builtins.iter([tuple(map(int, ids)) for ids in torch.cartesian_prod(*map(torch.arange, grid)).tolist()])
 
 
 def run_eagerly(module: ModuleType, kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
