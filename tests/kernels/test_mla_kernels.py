@@ -20,7 +20,7 @@ from engine.attention.triton_backend import DecodeRows
 from engine.kernels import card
 from engine.kernels.kv_write import kv_write
 from engine.kernels.latent import attention as latent
-from engine.kernels.latent import hopper
+from engine.kernels.latent import hopper_kernel
 from engine.kernels.latent.write import latent_write
 from engine.kernels.paged_decode import plan_decode
 from engine.kernels.paged_prefill import list_tiles
@@ -94,7 +94,7 @@ def test_the_hopper_kernel_in_torch(
     heads: int, rank: int, rope: int, few: bool, gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths around a tile, several tokens of a sequence, shares of several sequences, and rows without tokens."""
-    run_eagerly(hopper, ["_kernel"], monkeypatch)
+    run_eagerly(hopper_kernel, ["attend"], monkeypatch)
     shape, queries = (heads, rank, rope), [1, 3, 1, 2, 1]
     made = case([1, 64, 65, 700, 127], queries, shape, torch.device("cpu"), gen, torch.bfloat16, 16)
     reference = made.reference()

@@ -2,8 +2,8 @@
 
 The partitions of a program are threads. Asynchronous operations take effect as late as they may. A copy to shared
 memory fills its target with NaN at once and writes it when its barrier completes. A product reads shared memory when
-the kernel waits for it. So a result is NaN if a kernel reads a tile too early, or overwrites it too early. Races between
-warps of a partition are not found.
+the kernel waits for it. So a result is NaN if a kernel reads a tile too early, or overwrites it too early. This finds
+no races between warps of a partition.
 """
 
 from __future__ import annotations
