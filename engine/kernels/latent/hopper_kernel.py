@@ -151,7 +151,7 @@ def _copy_partition(
         table = tables + b.to(gl.int64) * table_row
         if lo < hi:
             if turn > 0:  # The products with the queries before these have ended.
-                mbarrier.wait(free.index((turn - 1) & 1), ((turn - 1) >> 1) & 1)
+                mbarrier.wait(free.index(2 * ((turn - 1) & 1) + 1), ((turn - 1) >> 1) & 1)
             _copy_queries(q_left, q, q0, queries, m0, q_row, q_head, HEADS, min(R, HALF), QUERY)
             _copy_queries(q_right, q + HALF, q0, queries, m0, q_row, q_head, HEADS, R - HALF, QUERY)
             _copy_queries(q_rope, q + R, q0, queries, m0, q_row, q_head, HEADS, P, Q_ROPE)
@@ -159,12 +159,15 @@ def _copy_partition(
         ids = gl.load(table + gl.minimum(lo + warp * N, last) // BS)
         for start in range(lo, hi, BN):
             buffer = turn & 1
-            mbarrier.wait(free.index(buffer), ((turn >> 1) & 1) ^ 1)
+            phase = ((turn >> 1) & 1) ^ 1
             left, right, rope = lefts.index(buffer), rights.index(buffer), ropes.index(buffer)
+            mbarrier.wait(free.index(2 * buffer), phase)
             _copy_keys(left, kv, ids, start, limit, warp, kv_block, TOKEN, min(R, HALF), N, BS, LATENT, LATENT3)
+            async_copy.mbarrier_arrive(full.index(2 * buffer), increment_count=False)
+            mbarrier.wait(free.index(2 * buffer + 1), phase)
             _copy_keys(right, kv + HALF, ids, start, limit, warp, kv_block, TOKEN, R - HALF, N, BS, LATENT, LATENT3)
             _copy_keys(rope, kv + R, ids, start, limit, warp, kv_block, TOKEN, P, N, BS, ROPE, ROPE3)
-            async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
+            async_copy.mbarrier_arrive(full.index(2 * buffer + 1), increment_count=False)
             ids = gl.load(table + gl.minimum(start + BN + warp * N, last) // BS)
             turn += 1
         b = after
@@ -219,10 +222,13 @@ def _few_partition(
         best = gl.full([M], -float("inf"), gl.float32, ROWS)
         for start in range(lo, hi, BN):
             buffer = turn & 1
-            mbarrier.wait(full.index(buffer), (turn >> 1) & 1)
-            fence_async_shared()
+            phase = (turn >> 1) & 1
             left, right, rope = lefts.index(buffer), rights.index(buffer), ropes.index(buffer)
+            mbarrier.wait(full.index(2 * buffer), phase)
+            fence_async_shared()
             s = warpgroup_mma(left, q_left.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(full.index(2 * buffer + 1), phase)
+            fence_async_shared()
             s = warpgroup_mma(right, q_right.permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(rope, q_rope.permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -240,9 +246,12 @@ def _few_partition(
             _barrier()
             left_acc = warpgroup_mma(left.permute((1, 0)), shared_weights, left_acc, is_async=True)
             right_acc = warpgroup_mma(right.permute((1, 0)), shared_weights, right_acc, is_async=True)
-            left_acc, right_acc = warpgroup_mma_wait(0, deps=[left_acc, right_acc])
+            left_acc = warpgroup_mma_wait(1, deps=[left_acc])
+            _barrier()  # All warps have read the left half.
+            mbarrier.arrive(free.index(2 * buffer), count=1)
+            right_acc = warpgroup_mma_wait(0, deps=[right_acc])
             _barrier()  # All warps have read the tile and the weights.
-            mbarrier.arrive(free.index(buffer), count=1)
+            mbarrier.arrive(free.index(2 * buffer + 1), count=1)
             turn += 1
         total_of_row = gl.sum(total, 0)
         divisor = gl.where(total_of_row > 0, total_of_row, 1.0)[None, :]
@@ -287,10 +296,13 @@ def _score_partition(
         best = gl.full([M], -float("inf"), gl.float32, ROWS)
         for start in range(lo, hi, BN):
             buffer = turn & 1
-            mbarrier.wait(full.index(buffer), (turn >> 1) & 1)
-            fence_async_shared()
+            phase = (turn >> 1) & 1
             left, right, rope = lefts.index(buffer), rights.index(buffer), ropes.index(buffer)
+            mbarrier.wait(full.index(2 * buffer), phase)
+            fence_async_shared()
             s = warpgroup_mma(q_left, left.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(full.index(2 * buffer + 1), phase)
+            fence_async_shared()
             s = warpgroup_mma(q_right, right.permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -312,8 +324,8 @@ def _score_partition(
             weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
             acc = warpgroup_mma(weights, left, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _barrier()  # All warps have read the tile.
-            mbarrier.arrive(free.index(buffer), count=1)
+            _barrier()  # All warps have read the left half.
+            mbarrier.arrive(free.index(2 * buffer), count=1)
             turn += 1
             message += 1
         factor = 1.0 / gl.where(total > 0, total, 1.0)
@@ -354,7 +366,7 @@ def _value_partition(
             acc = warpgroup_mma_wait(0, deps=[acc])
             _barrier()  # All warps have read the tile, the weights and the factors.
             mbarrier.arrive(used, count=1)
-            mbarrier.arrive(free.index(buffer), count=1)
+            mbarrier.arrive(free.index(2 * buffer + 1), count=1)
             turn += 1
             message += 1
         mbarrier.wait(ready, message & 1)
@@ -406,12 +418,13 @@ def attend(
     q_right = gl.allocate_shared_memory(dtype, [M, RP // 2], HALVES)
     q_rope = gl.allocate_shared_memory(dtype, [M, PP], ROPES)
     shared_weights = gl.allocate_shared_memory(dtype, [BN, M] if FEW else [M, BN], WEIGHTS)
-    # A tile has arrived, and a tile may be overwritten.
-    full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BUFFERS):
+    # Barriers of the halves of tiles: one has arrived, and one may be overwritten. The rotated part belongs to the right
+    # half.
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * BUFFERS):
         mbarrier.init(full.index(i), count=COPY_THREADS)
-        mbarrier.init(free.index(i), count=1 if FEW else 2)
+        mbarrier.init(free.index(i), count=1)
     # Constants in a tuple that has a name would become variables.
     if FEW:
         gl.warp_specialize([
