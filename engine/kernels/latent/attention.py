@@ -25,11 +25,11 @@ from engine.kv.kv_pool import LayerKV
 EXTRA_PROGRAMS = 8  # Programs of a list of tiles, beyond those that one row with all tokens needs.
 
 
-#: Tiles of the kernels for Hopper, by the largest number of rows that they serve.
+#: Tiles of the kernel for Hopper, by the largest number of rows that they serve.
 HOPPER_TILES = {
     16: LatentTile(16, 64, 2, 4, 1, hopper=True),
     32: LatentTile(32, 64, 2, 4, 1, hopper=True),
-    1 << 30: LatentTile(64, 64, 2, 8, 1, hopper=True),
+    1 << 30: LatentTile(64, 64, 2, 4, 1, hopper=True),
 }
 #: Tiles of the kernels of this module for bf16 and fp16.
 OTHER_TILES = {16: LatentTile(16, 32, 3, 4, 1), 1 << 30: LatentTile(32, 32, 3, 8, 1)}
