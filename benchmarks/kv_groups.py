@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -43,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import pd_stack, report
 from benchmarks.support.engine_driver import Prompts, running
+from benchmarks.support.limits import free_memory
 from benchmarks.support.pd_stack import FLAGS, prompts
 from benchmarks.support.report import ms
 from benchmarks.support.shapes import WINDOWED, config_directory
@@ -146,28 +146,33 @@ def measure_engine() -> dict[str, float]:
     """Decodes with and without groups. SystemExit if a token differs."""
     metrics: dict[str, float] = {}
     for rows, context in POINTS:
-        prompts = Prompts(WINDOWED["vocab_size"]).make(rows, context)
+        batch = Prompts(WINDOWED["vocab_size"]).make(rows, context)
         answers: list[list[list[int]]] = []
         for groups in (True, False):
-            settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": context + 256, "max_seqs": rows}
-            settings |= {"kv_groups": groups}
-            config = functools.partial(EngineConfig, **settings)
-            with config_directory(WINDOWED) as path, running(config(model_dir=path)) as driver:
-                params = [SamplingParams(temperature=0.0, max_tokens=STEPS)] * rows
-                steps = driver.run(prompts, params)
-                decodes = [result.seconds for _, result in steps if result.num_decode_tokens == rows]
-                name = f"decode_{rows}x{context}_ms" + ("" if groups else "_before")
-                metrics[name] = report.ms(statistics.median(decodes[8:]))
-                tokens: dict[str, list[int]] = {}
-                for _, result in steps:
-                    for output in result.outputs:
-                        tokens.setdefault(output.seq.request_id, []).extend(token.id for token in output.tokens)
-                answers.append(list(tokens.values()))
-                driver.engine.pool.check_integrity()
+            milliseconds, tokens = decode(batch, max_model_len=context + 256, max_seqs=rows, kv_groups=groups)
+            free_memory()
+            metrics[f"decode_{rows}x{context}_ms" + ("" if groups else "_before")] = milliseconds
+            answers.append(tokens)
         if answers[0] != answers[1]:
             differ = sum(a != b for a, b in zip(*answers, strict=True))
             raise SystemExit(f"{differ} of {rows} sequences of {context} tokens have other tokens with groups")
     return metrics
+
+
+def decode(batch: list[list[int]], **settings: Any) -> tuple[float, list[list[int]]]:
+    """Returns the median of a decode step in ms, and the tokens of each prompt. The engine is gone after the return."""
+    with (
+        config_directory(WINDOWED) as path,
+        running(EngineConfig(model_dir=path, load_format="dummy", **settings)) as driver,
+    ):
+        steps = driver.run(batch, [SamplingParams(temperature=0.0, max_tokens=STEPS)] * len(batch))
+        driver.engine.pool.check_integrity()
+    decodes = [result.seconds for _, result in steps if result.num_decode_tokens == len(batch)]
+    tokens: dict[str, list[int]] = {}
+    for _, result in steps:
+        for output in result.outputs:
+            tokens.setdefault(output.seq.request_id, []).extend(token.id for token in output.tokens)
+    return report.ms(statistics.median(decodes[8:])), list(tokens.values())
 
 
 async def measure_pods(device: str) -> dict[str, float]:

@@ -114,6 +114,38 @@ def gap_steps(driver: Driver, prompts: Prompts, digests: Iterable[str]) -> float
     return max(gaps) / statistics.median(gaps)
 
 
+def measure_base(config: EngineConfig, prompts: Prompts) -> dict[str, float]:
+    """Returns the times of an engine without adapters. Its memory is free after the return."""
+    with running(config) as driver:
+        base = points(driver, prompts)
+        print(f"base: {base}", flush=True)
+        driver.engine.close()
+    return base
+
+
+def measure_adapters(config: EngineConfig, prompts: Prompts) -> tuple[dict[str, float], dict[str, float], float, float]:
+    """Returns the times of rows without and with adapters, the delay of a cold adapter in ms, and `gap_steps`."""
+    with running(config) as driver:
+        names, pairs = driver.engine.adapters, dict[str, LoraPair]()
+        began = time.perf_counter()
+        files = [random_adapter(names.shapes, number, pairs) for number in range(ADAPTERS)]
+        digests = [names.keep(file, file.digest).digest for file in files]
+        print(f"{ADAPTERS} adapters on the host after {time.perf_counter() - began:.1f} s", flush=True)
+        plain = points(driver, prompts)
+        print(f"no adapter: {plain}", flush=True)
+        driver.adapters = digests[:SLOTS]
+        adapted = points(driver, prompts)
+        print(f"adapters: {adapted}", flush=True)
+        cold, warm = list[float](), list[float]()
+        for digest in digests[SLOTS : SLOTS + COLD]:
+            driver.adapters = (digest,)
+            cold.append(first_token_ms(driver, prompts, 128))
+            warm.append(first_token_ms(driver, prompts, 128))
+        gap = gap_steps(driver, prompts, digests[SLOTS + COLD : SLOTS + COLD + 8])
+        driver.engine.close()
+    return plain, adapted, max(cold) - statistics.median(warm), gap
+
+
 def measure_gpu(device: str, ranks: int) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the metrics and the times behind them."""
     shape = SHAPES["llama-3.1-8b"]
@@ -121,35 +153,16 @@ def measure_gpu(device: str, ranks: int) -> tuple[dict[str, float], dict[str, fl
     settings: dict[str, Any] = {"device": device, "load_format": "dummy", "max_seqs": 64, "max_model_len": 4096}
     settings["tensor_parallel_size"] = ranks
     with config_directory(shape.config) as model_dir:
-        with running(EngineConfig(model_dir=model_dir, **settings)) as driver:
-            base = points(driver, prompts)
-            print(f"base: {base}", flush=True)
-            driver.engine.close()
+        settings["model_dir"] = model_dir
+        base = measure_base(EngineConfig(**settings), prompts)
         free_memory()
-        with running(EngineConfig(model_dir=model_dir, max_adapters=SLOTS, **settings)) as driver:
-            names, pairs = driver.engine.adapters, dict[str, LoraPair]()
-            began = time.perf_counter()
-            files = [random_adapter(names.shapes, number, pairs) for number in range(ADAPTERS)]
-            digests = [names.keep(file, file.digest).digest for file in files]
-            print(f"{ADAPTERS} adapters on the host after {time.perf_counter() - began:.1f} s", flush=True)
-            plain = points(driver, prompts)
-            print(f"no adapter: {plain}", flush=True)
-            driver.adapters = digests[:SLOTS]
-            adapted = points(driver, prompts)
-            print(f"adapters: {adapted}", flush=True)
-            cold, warm = list[float](), list[float]()
-            for digest in digests[SLOTS : SLOTS + COLD]:
-                driver.adapters = (digest,)
-                cold.append(first_token_ms(driver, prompts, 128))
-                warm.append(first_token_ms(driver, prompts, 128))
-            gap = gap_steps(driver, prompts, digests[SLOTS + COLD : SLOTS + COLD + 8])
-            driver.engine.close()
+        plain, adapted, late_ms, gap = measure_adapters(EngineConfig(max_adapters=SLOTS, **settings), prompts)
         free_memory()
     table.add("ratio_64x1024_16_adapters", adapted["64x1024"] / base["64x1024"])
     table.add("ratio_1x128", adapted["1x128"] / base["1x128"])
     table.add("ratio_no_adapter", max(plain[f"{r}x{c}"] / base[f"{r}x{c}"] for r, c in POINTS))
     table.add("ratio_prefill_2048", adapted["prefill"] / base["prefill"])
-    table.add("cold_first_token_ms", max(cold) - statistics.median(warm))
+    table.add("cold_first_token_ms", late_ms)
     table.add("gap_steps", gap)
     for kind, found in (("base", base), ("no_adapter", plain), ("adapters", adapted)):
         times |= {f"{kind}_{name}_ms": round(value, 4) for name, value in found.items()}

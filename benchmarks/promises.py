@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +312,12 @@ def _repeated(call: Callable[[], object], device: torch.device) -> Callable[[], 
     with torch.cuda.graph(graph):
         for _ in range(CALLS[device.type]):
             call()
-    return graph.replay
+    return partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> None:
+    """Replays the graph. `call` keeps the tensors that the graph reads."""
+    graph.replay()
 
 
 def _attention(device: torch.device) -> Any:

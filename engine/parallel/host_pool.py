@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +20,7 @@ from common.errors import InternalError, Unavailable, describe
 from common.process.rank_channel import RankChannel, RankMessage
 from engine.device import make_current
 from engine.kv.kv_pool import KVPool
-from engine.kv.tiers.host_copier import HostKVPool
+from engine.kv.tiers.host_copier import HostKVPool, checksum
 from engine.parallel.rank_group import HOST_CHANNEL, RankGroup
 
 _log = logging.getLogger(__name__)
@@ -110,17 +109,14 @@ class RankHostTier:
         if memory.pool.data.device.type == "cuda":
             torch.cuda.default_stream().synchronize()  # the messages have been launched
         if message.kind == "save":
-            if self._sums is not None:
-                self._sums |= {h: self._sum(memory, b) for b, h in zip(blocks, host_blocks, strict=True)}
             memory.save(blocks, host_blocks)
             memory.wait()
+            if self._sums is not None:
+                self._sums |= {host: memory.checksum(host) for host in host_blocks}
             return 0
         memory.load(host_blocks, blocks)
         memory.wait()
         sums = self._sums
         if sums is None:
             return 0
-        return sum(self._sum(memory, block) != sums[host] for block, host in zip(blocks, host_blocks, strict=True))
-
-    def _sum(self, memory: HostKVPool, block: int) -> int:
-        return zlib.crc32(memory.pool.read_block(block))
+        return sum(checksum(memory.pool, block) != sums[host] for block, host in zip(blocks, host_blocks, strict=True))

@@ -22,7 +22,9 @@ from engine.kernels.gated_delta.decode import log_decay, sigmoid, unit
 from engine.kernels.gated_delta.rows import CHUNK, DeviceChunks
 
 VALUES = 32  # Values of a head in one program of the scan.
-MIN_DOT = 16  # Smallest size of a product.
+#: Smallest number of columns of a product. Triton 3.6 compiles products of `_prepare_kernel` with 16 or 32 columns of
+#: bf16 wrongly for sm_90: results are wrong, and shared memory is read out of range.
+MIN_DOT = 64
 FLOAT32_SHARED_BYTES = 128 << 10  # Shared memory that `_prepare_kernel` needs for float32 and keys of 128 numbers.
 MAX_STAGES = 3  # Chunks that the scan loads ahead, if shared memory allows it.
 #: Of products of float32: three products of tensor cores, with nearly all bits. Without tensor cores Triton compiles

@@ -27,16 +27,20 @@ class HostCopier:
     """Takes copies from the host tier and makes them, on a thread of its own."""
 
     def __init__(self, host_tier: HostTier, memory: HostKVPool, *, checksums: bool = False) -> None:
-        """Starts the thread. With `checksums` it compares a CRC-32 of each block before and after its time there."""
+        """Starts the thread. With `checksums` it compares a CRC-32 of each host block when it is filled and loaded.
+
+        The CRC-32 is that of the copy and not of its source: a step in flight may still write to a partial block behind
+        the tokens that are saved.
+        """
         self.tier, self.memory = host_tier, memory
         self._checksums: dict[int, int] | None = {} if checksums else None  # CRC-32 of each host block in use
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
         self._thread.start()
 
     def record_checksums(self, host_blocks: Sequence[int]) -> None:
-        """Notes the checksums of host blocks that another thread has filled; before the host tier knows them."""
+        """Notes the checksums of filled host blocks; before the host tier knows them."""
         if self._checksums is not None:
-            self._checksums.update({host: zlib.crc32(self.memory.data[host].numpy().tobytes()) for host in host_blocks})
+            self._checksums.update({host: self.memory.checksum(host) for host in host_blocks})
 
     def stop(self) -> None:
         """Ends the thread. Idempotent."""
@@ -61,21 +65,17 @@ class HostCopier:
         memory, sums = self.memory, self._checksums
         pairs = list(zip(copy.blocks, copy.host_blocks, strict=True))
         if copy.host_load is None:
-            if sums is not None:
-                sums.update({host: self._checksum(block) for block, host in pairs})
             memory.save(copy.blocks, copy.host_blocks)
             memory.wait()
+            self.record_checksums(copy.host_blocks)
             return None
         memory.load(copy.host_blocks, copy.blocks)
         memory.wait()
         damaged = memory.damaged_elsewhere()
-        damaged += 0 if sums is None else sum(self._checksum(block) != sums[host] for block, host in pairs)
+        damaged += 0 if sums is None else sum(checksum(memory.pool, block) != sums[host] for block, host in pairs)
         if not damaged:
             return None
         return BlockDamaged(f"{damaged} of {len(pairs)} KV blocks came back damaged from host memory")
-
-    def _checksum(self, block: int) -> int:
-        return zlib.crc32(self.memory.pool.read_block(block))
 
 
 class HostKVPool:
@@ -121,6 +121,10 @@ class HostKVPool:
             self._done.record(self._stream)
             self._done.synchronize()
 
+    def checksum(self, host_block: int) -> int:
+        """Returns the CRC-32 of a host block that no copy writes to."""
+        return zlib.crc32(self.data[host_block].numpy().tobytes())
+
     def damaged_elsewhere(self) -> int:
         """Returns how many blocks of the last load came back damaged on other ranks."""
         return 0
@@ -137,6 +141,11 @@ class HostKVPool:
             for first_source, first_target, count in _contiguous_ranges(sources, targets):
                 content = source[first_source : first_source + count]
                 target[first_target : first_target + count].copy_(content, non_blocking=True)
+
+
+def checksum(pool: KVPool, block: int) -> int:
+    """Returns the CRC-32 of a block of the pool that no step writes to."""
+    return zlib.crc32(pool.read_block(block))
 
 
 def _contiguous_ranges(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
