@@ -1,4 +1,4 @@
-"""Measures the kernels of multi-head latent attention on a card, and how far ahead of copies they read.
+"""Measures the kernels of multi-head latent attention on a card.
 
     python benchmarks/mla.py --out benchmarks/results/mla-h200.json
 
@@ -37,12 +37,10 @@ METRICS = """metrics:
 - mla_copy_share: bytes of the latents over the time of a decode step with 16 heads, 64 sequences of 4096 tokens, as a
   share of the rate of a copy.
 - mla_128_heads_product_share: products of the same step with 128 heads, as a share of the rate of a product 8192^3.
-- *_best: the same with the best tile of the search (--tune). *_us: times. *_error: relative errors.
+- *_us: times. *_error: relative errors.
 """
 RANK, ROPE, BLOCK, POOL_TOKENS = 512, 64, 16, 64 * 4096
 SCALE, DEVICE, BF16 = 0.1, torch.device("cuda"), torch.bfloat16
-FEW_ROWS = [LatentTile(16, 64, ahead, 4, 1, hopper=True) for ahead in (0, 1, 2, 3, 4)]
-MANY_ROWS = [LatentTile(64, 64, ahead, 4, 1, hopper=True) for ahead in (0, 1, 2, 3)]
 
 
 @dataclass(frozen=True)
@@ -117,26 +115,8 @@ def make_pool() -> tuple[KVPool, Tensor]:
     return pool, order.int()
 
 
-def search(name: str, batch: Batch, tiles: list[LatentTile], limit_s: float, new: int = 1) -> float:
-    """Times the candidates and prints them, the fastest first. Returns the best share of the limit."""
-    found: list[tuple[float, float, LatentTile]] = []
-    for tile in tiles:
-        try:
-            launch, err = batch.decode(tile, new)
-            found.append((seconds(launch, 8, 9), err(), tile))
-        except Exception as problem:  # for example too much shared memory: the search goes on
-            print(f"  {name} {tile}: {str(problem)[:120]}", flush=True)
-    found.sort(key=lambda entry: entry[0])
-    print(f"{name}: limit {limit_s * 1e6:.1f} us", flush=True)
-    for time_s, err_of_tile, tile in found:
-        print(f"  {time_s * 1e6:8.1f} us {limit_s / time_s:6.3f}  {tile}  {err_of_tile:.1e}", flush=True)
-    return limit_s / found[0][0] if found else 0.0
-
-
 def main() -> None:
-    parser = report.arguments(__doc__, METRICS)
-    parser.add_argument("--tune", action="store_true", help="also search the best tiles")
-    args = parser.parse_args()
+    args = report.arguments(__doc__, METRICS).parse_args()
     table = ceilings()
     pool, tables = make_pool()
 
@@ -166,11 +146,6 @@ def main() -> None:
             table.metrics["mla_copy_share"] = round(copy_s / measured, 4)
         elif key == "mla_128x64x4096":
             table.metrics["mla_128_heads_product_share"] = round(product_s / measured, 4)
-    if args.tune:
-        table.metrics["mla_copy_share_best"] = round(search("16 heads", few, FEW_ROWS, limits(few)[0]), 4)
-        best = search("128 heads", many, MANY_ROWS, limits(many)[1])
-        table.metrics["mla_128_heads_product_share_best"] = round(best, 4)
-        search("verify", few, MANY_ROWS, limits(few, 4)[0], 4)
     report.write(args.out, "mla", table.metrics, "torch", "triton")
 
 

@@ -24,7 +24,7 @@ class LatentTile:
 
     rows: int  # (token, head) pairs.
     keys: int
-    stages: int  # Of Triton's pipeline, where block ids take half of them. `hopper`: tiles on the way to the L2 cache.
+    stages: int  # Of Triton's pipeline. Block ids take half of them.
     warps: int
     programs: int  # Programs of an SM that run at once.
     hopper: bool = False  # The kernels of this module compute it.
@@ -65,7 +65,7 @@ def decode(
     hopper_kernel.attend[(rows // workspace.row_tile, programs)](
         q, layer.kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
         *_strides(q, layer, block_tables, out), seq_lens.shape[0], programs, scale_log2, KIND=int(hopper_kernel.DECODE),
-        **_sizes(q, layer, workspace.row_tile, plan.tile.keys, plan.tile.stages), **pdl_args(q.device),
+        **_sizes(q, layer, workspace.row_tile, plan.tile.keys), **pdl_args(q.device),
     )  # fmt: skip
 
 
@@ -93,19 +93,19 @@ def prefill(
     plan = cu_q if tiles is None else tiles
     hopper_kernel.attend[grid](
         q, layer.kv, block_tables, cu_q, seq_lens, plan, cu_q, out, out, out, *_strides(q, layer, block_tables, out),
-        0, 0, scale_log2, KIND=int(kind), PDL=False, **_sizes(q, layer, tile.rows, tile.keys, 0),
+        0, 0, scale_log2, KIND=int(kind), PDL=False, **_sizes(q, layer, tile.rows, tile.keys),
     )  # fmt: skip
 
 
-def _sizes(q: Tensor, layer: LayerKV, rows: int, keys: int, ahead: int) -> dict[str, int]:
-    """Returns the constants of a kernel. ahead: how many tiles it reads to the L2 cache, before it copies them."""
+def _sizes(q: Tensor, layer: LayerKV, rows: int, keys: int) -> dict[str, int]:
+    """Returns the constants of a kernel."""
     rank, rope = layer.latent_dim, q.shape[2] - layer.latent_dim
     assert q.stride(2) == 1
     assert q.dtype == layer.kv.dtype
     assert not (q.storage_offset() | q.stride(0) | q.stride(1)) % 8  # Copies have 16 bytes.
     sizes = {"R": rank, "RP": triton.next_power_of_2(rank), "P": rope, "PP": max(32, triton.next_power_of_2(rope))}
     sizes |= {"HEADS": q.shape[1], "TOKEN": layer.kv.stride(3), "BS": layer.block_size}
-    return {**sizes, "M": rows, "BN": keys, "FEW": rows <= MAX_FEW, "AHEAD": ahead, "num_warps": 4}
+    return {**sizes, "M": rows, "BN": keys, "FEW": rows <= MAX_FEW, "num_warps": 4}
 
 
 def _strides(q: Tensor, layer: LayerKV, block_tables: Tensor, out: Tensor) -> tuple[int, ...]:

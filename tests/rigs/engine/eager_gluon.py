@@ -195,7 +195,6 @@ class Program:
             num_programs=lambda axis: self.grid[axis],
             allocate_shared_memory=allocate,
             static_range=range,
-            inline_asm_elementwise=lambda *_, **__: None,  # only prefetches have assembly
             warp_specialize=self.specialize,
             arange=lambda start, end, _: torch.arange(start, end, dtype=torch.int32),
             full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
