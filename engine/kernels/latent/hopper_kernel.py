@@ -30,7 +30,7 @@ from engine.kernels.pdl import wait_for_previous
 
 BUFFERS = gl.constexpr(2)  # Tiles of keys in shared memory. Two tiles of 64 keys and 64 rows of queries fill it.
 COPY_THREADS = gl.constexpr(128)
-COPY_REGISTERS, VALUE_REGISTERS = gl.constexpr(96), gl.constexpr(192)
+COPY_REGISTERS, VALUE_REGISTERS = gl.constexpr(112), gl.constexpr(184)
 DECODE, PROMPT, LISTED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # Kinds of kernels.
 empty = gl.constexpr(EMPTY.value)
 _wait_for_previous = gluon.jit(wait_for_previous.fn)
@@ -128,12 +128,9 @@ def _copy_partition(
     lefts, rights, ropes, q_left, q_right, q_rope, full, free, q, kv, tables, plan, cu_q, seq_lens, cursor, end, b,
     q_row, q_head, kv_block, table_row,
     HEADS: gl.constexpr, M: gl.constexpr, R: gl.constexpr, P: gl.constexpr, TOKEN: gl.constexpr, BS: gl.constexpr,
-    BN: gl.constexpr, FEW: gl.constexpr, KIND: gl.constexpr,
+    BN: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """Copies queries and keys to shared memory.
-
-    FEW: a half of a tile is copied when that half was read. Many rows are slower with a wait between halves.
-    """
+    """Copies queries and keys to shared memory. A half of a tile is copied when that half was read."""
     HALF: gl.constexpr = lefts.shape[2]
     N: gl.constexpr = BN // 4  # Keys that a warp copies.
     L: gl.constexpr = min(32, HALF // 8)  # Threads that copy a part of a key.
@@ -165,12 +162,9 @@ def _copy_partition(
             phase = ((turn >> 1) & 1) ^ 1
             left, right, rope = lefts.index(buffer), rights.index(buffer), ropes.index(buffer)
             mbarrier.wait(free.index(2 * buffer), phase)
-            if not FEW:
-                mbarrier.wait(free.index(2 * buffer + 1), phase)
             _copy_keys(left, kv, ids, start, limit, warp, kv_block, TOKEN, min(R, HALF), N, BS, LATENT, LATENT3)
-            if FEW:
-                async_copy.mbarrier_arrive(full.index(2 * buffer), increment_count=False)
-                mbarrier.wait(free.index(2 * buffer + 1), phase)
+            async_copy.mbarrier_arrive(full.index(2 * buffer), increment_count=False)
+            mbarrier.wait(free.index(2 * buffer + 1), phase)
             _copy_keys(right, kv + HALF, ids, start, limit, warp, kv_block, TOKEN, R - HALF, N, BS, LATENT, LATENT3)
             _copy_keys(rope, kv + R, ids, start, limit, warp, kv_block, TOKEN, P, N, BS, ROPE, ROPE3)
             async_copy.mbarrier_arrive(full.index(2 * buffer + 1), increment_count=False)
@@ -304,9 +298,11 @@ def _score_partition(
             buffer = turn & 1
             phase = (turn >> 1) & 1
             left, right, rope = lefts.index(buffer), rights.index(buffer), ropes.index(buffer)
-            mbarrier.wait(full.index(2 * buffer + 1), phase)
+            mbarrier.wait(full.index(2 * buffer), phase)
             fence_async_shared()
             s = warpgroup_mma(q_left, left.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(full.index(2 * buffer + 1), phase)
+            fence_async_shared()
             s = warpgroup_mma(q_right, right.permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -423,7 +419,6 @@ def attend(
     q_rope = gl.allocate_shared_memory(dtype, [M, PP], ROPES)
     shared_weights = gl.allocate_shared_memory(dtype, [BN, M] if FEW else [M, BN], WEIGHTS)
     # Barriers of the halves of tiles: one has arrived, one may be overwritten. The rotated part is in the right half.
-    # With many rows the barrier of the right half says that the whole tile has arrived.
     full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * BUFFERS):
@@ -437,7 +432,7 @@ def attend(
                 cu_q, seq_lens, cursor, end, b, out_row, out_head, scale_log2, HEADS, M, R, RP, BN, KIND)),
             (_copy_partition, (
                 lefts, rights, ropes, q_left, q_right, q_rope, full, free, q, kv, tables, plan, cu_q, seq_lens, cursor,
-                end, b, q_row, q_head, kv_block, table_row, HEADS, M, R, P, TOKEN, BS, BN, FEW, KIND)),
+                end, b, q_row, q_head, kv_block, table_row, HEADS, M, R, P, TOKEN, BS, BN, KIND)),
         ], [4], [COPY_REGISTERS])  # fmt: skip
     else:
         factors = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -456,5 +451,5 @@ def attend(
                 out_row, out_head, HEADS, M, R, RP, BN, KIND)),
             (_copy_partition, (
                 lefts, rights, ropes, q_left, q_right, q_rope, full, free, q, kv, tables, plan, cu_q, seq_lens, cursor,
-                end, b, q_row, q_head, kv_block, table_row, HEADS, M, R, P, TOKEN, BS, BN, FEW, KIND)),
+                end, b, q_row, q_head, kv_block, table_row, HEADS, M, R, P, TOKEN, BS, BN, KIND)),
         ], [4, 4], [VALUE_REGISTERS, COPY_REGISTERS])  # fmt: skip
