@@ -36,6 +36,7 @@ class _Shrunk(NamedTuple):
     """A x of one site, see `engine.kernels.adapters.shrink`."""
 
     site: Site
+    x: Tensor  # The inputs of `shrink`, normed if `squares` is None
     states: Tensor
     squares: Tensor | None
     eps: float
@@ -62,7 +63,7 @@ class TritonRows:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         rows: dict[str, Any] = {"order": self.order, "tiles": self.tiles, "tile": self._tile}
         states, squares = shrink(x, self._weights, norm=weight, site=site.index, parts=len(site.names), **rows)
-        return _Shrunk(site, states, squares, eps)
+        return _Shrunk(site, x, states, squares, eps)
 
     def expand(self, shrunk: _Shrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
         self._expand(shrunk, out, out, first_part=first_part, factor=factor)
@@ -92,12 +93,12 @@ class TritonRows:
             return None
         index, dtype = shrunk.site.index, self._weights.numbers.dtype
         states = sum_states(shrunk.states, self._weights, self.tiles, index, dtype)
-        return ChunkChange(states, self._weights, self.tiles, index)
+        return ChunkChange(shrunk.x, states, self._weights, self.tiles, index)
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         site = self.sites.embedding
         states = gather_states(tokens, self._weights, site.index, self.order, self.tiles, tile=self._tile)
-        self._expand(_Shrunk(site, states, None, 0.0), out, out)
+        self._expand(_Shrunk(site, tokens, states, None, 0.0), out, out)
 
     def _expand(
         self,
