@@ -58,7 +58,7 @@ class TritonRows:
 
     def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _Shrunk:
         # The kernel's norm would be computed anew for each part of A; float16 may not hold x times the norm's weight.
-        if norm is not None and (len(x) > FEW_ROWS or x.dtype == torch.float16):
+        if norm is not None and (len(x) > 1 or x.dtype == torch.float16):
             x, norm = rms_norm(x, norm.weight, norm.eps), None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         rows: dict[str, Any] = {"order": self.order, "tiles": self.tiles, "tile": self._tile}

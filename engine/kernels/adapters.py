@@ -323,11 +323,11 @@ def shrink(
 
 
 def _shrink_shape(rows: int, k: int, width: int, tile: int, itemsize: int) -> ShrinkShape:
+    outputs = max(16, min(64, triton.next_power_of_2(width)))
     if tile > 16:  # few variants, because these steps have any number of rows and compile while they run
-        outputs = max(16, min(64, triton.next_power_of_2(width)))
         return ShrinkShape(outputs, 256 // itemsize, 3, 8 if rows <= 2048 else 1)
-    inputs = 1024 // itemsize
-    return ShrinkShape(16, inputs, 2, min(MAX_SPLIT, triton.cdiv(k, inputs)))
+    inputs = 512 // itemsize
+    return ShrinkShape(outputs, inputs, 2, min(MAX_SPLIT, triton.cdiv(k, inputs)))
 
 
 @triton.jit(do_not_specialize=["site", "rows"])
