@@ -54,6 +54,7 @@ class TritonRows:
         self.sites, self.slots = memory.sites, slots
         self.order, self._tile, count = order, tile, max_tiles(len(order), tile, memory.num_slots)
         self.tiles = tiles[: 3 * count]
+        self._fuses = memory.fuses
         self._weights = SlotWeights(memory.numbers, memory.table, memory.scales, memory.max_rank)
 
     def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _Shrunk:
@@ -74,7 +75,7 @@ class TritonRows:
         return out
 
     def row_change(self, shrunk: _Shrunk, first_part: int = 0) -> RowChange | None:
-        if len(self.order) > 1:
+        if len(self.order) > 1 or not self._fuses:
             return None
         site = shrunk.site
         return RowChange(
@@ -88,7 +89,12 @@ class TritonRows:
         )
 
     def chunk_change(self, shrunk: _Shrunk) -> ChunkChange | None:
-        one = self.slots is not None and self.slots[0] != NO_ADAPTER and bool((self.slots == self.slots[0]).all())
+        one = (
+            self._fuses
+            and self.slots is not None
+            and self.slots[0] != NO_ADAPTER
+            and bool((self.slots == self.slots[0]).all())
+        )
         if not one or shrunk.squares is not None or self._weights.max_rank > MAX_CHUNK_RANK:
             return None
         index, dtype = shrunk.site.index, self._weights.numbers.dtype

@@ -67,7 +67,7 @@ class Rig:
             torch.stack(parts) for parts in zip(*((a.table, a.scales) for a in self.adapters), strict=True)
         )
         on_device = (part.to(device) for part in (numbers, table, scales))
-        self.memory = SlotMemory(sites_of(self.fused), max_rank, *on_device)
+        self.memory = SlotMemory(sites_of(self.fused), max_rank, *on_device, fuses=True)
 
     def file(self, seed: int, rank: int) -> AdapterFile:
         """Makes an adapter of some modules, with another rank for some."""
