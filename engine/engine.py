@@ -205,7 +205,7 @@ class Engine:
         self._slots: AdapterSlots | None = None
         if config.max_adapters:
             room = config.max_adapters, config.max_adapter_rank
-            self._adapters, self._slots = self._builder.adapters(model, *room, dtype)
+            self._adapters, self._slots = self._builder.adapters(model, *room, dtype, fuses=config.fuse_adapters)
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
             from engine.sampling.device_sampler import DeviceSampler

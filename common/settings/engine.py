@@ -129,6 +129,12 @@ class EngineSettings(Settings, section="Engine"):
     max_adapter_rank: int = setting(
         kinds.integer(1, 256), 16, "Largest rank of a LoRA adapter", also=("max_lora_rank",)
     )
+    fuse_adapters: bool = setting(
+        kinds.BOOL,
+        False,
+        "Let products of one row, and of gate and up of a prompt, add the change by a LoRA adapter themselves; on one "
+        "GPU, not measured yet",
+    )
     deterministic: bool = setting(
         kinds.BOOL,
         False,

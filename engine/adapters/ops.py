@@ -50,7 +50,7 @@ class AdapterOps(TorchOps):
         if self._base.adapts_row(x, gate_up) and (change := self._rows.row_change(shrunk)) is not None:
             return self._base.adapted_row(x, gate_up, change, norm=norm, gated=True)
         if self._base.adapts_swiglu(x, gate_up) and (chunk := self._rows.chunk_change(shrunk)) is not None:
-            return self._base.adapted_swiglu(x, norm, gate_up, chunk)
+            return self._base.adapted_swiglu(gate_up, chunk)
         return self._rows.expand_swiglu(shrunk, self._base.norm_linear(x, norm, gate_up))
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:

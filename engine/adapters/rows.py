@@ -58,6 +58,7 @@ class SlotMemory(NamedTuple):
     numbers: Tensor  # [slots, capacity]
     table: Tensor  # int64 [slots, sites, TABLE_WIDTH]
     scales: Tensor  # float32 [slots, sites, MAX_PARTS]
+    fuses: bool = False  # Products of one row and of chunks add the adapter's change themselves
 
     @property
     def num_slots(self) -> int:

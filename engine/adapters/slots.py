@@ -150,7 +150,14 @@ class AdapterSlots:
     """The adapters on the device. Only the engine's thread uses it."""
 
     def __init__(
-        self, sites: DecoderSites, count: int, max_rank: int, device: torch.device, dtype: torch.dtype
+        self,
+        sites: DecoderSites,
+        count: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        fuses: bool = False,  # See SlotMemory
     ) -> None:
         self.sites, self.count, self.device = sites, count, device
         self.adapters: list[Adapter | None] = [None] * count
@@ -166,7 +173,7 @@ class AdapterSlots:
                 numbers = torch.zeros(count, sites.numbers(rank), dtype=dtype, device=device)
             table = torch.zeros(count, len(sites.all), TABLE_WIDTH, dtype=torch.int64, device=device)
             scales = torch.zeros(count, len(sites.all), MAX_PARTS, device=device)
-            self.memory = SlotMemory(sites, rank, numbers, table, scales)
+            self.memory = SlotMemory(sites, rank, numbers, table, scales, fuses)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def assign(self, running: Sequence[AdaptedSequence], waiting: Sequence[AdaptedSequence]) -> None:

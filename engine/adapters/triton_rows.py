@@ -36,6 +36,7 @@ class _Shrunk(NamedTuple):
     """A x of one site, see `engine.kernels.adapters.shrink`."""
 
     site: Site
+    x: Tensor  # The inputs of `shrink`, normed if `squares` is None
     states: Tensor
     squares: Tensor | None
     eps: float
@@ -53,16 +54,17 @@ class TritonRows:
         self.sites, self.slots = memory.sites, slots
         self.order, self._tile, count = order, tile, max_tiles(len(order), tile, memory.num_slots)
         self.tiles = tiles[: 3 * count]
+        self._fuses = memory.fuses
         self._weights = SlotWeights(memory.numbers, memory.table, memory.scales, memory.max_rank)
 
     def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _Shrunk:
         # The kernel's norm would be computed anew for each part of A; float16 may not hold x times the norm's weight.
-        if norm is not None and (len(x) > FEW_ROWS or x.dtype == torch.float16):
+        if norm is not None and (len(x) > 1 or x.dtype == torch.float16):
             x, norm = rms_norm(x, norm.weight, norm.eps), None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         rows: dict[str, Any] = {"order": self.order, "tiles": self.tiles, "tile": self._tile}
         states, squares = shrink(x, self._weights, norm=weight, site=site.index, parts=len(site.names), **rows)
-        return _Shrunk(site, states, squares, eps)
+        return _Shrunk(site, x, states, squares, eps)
 
     def expand(self, shrunk: _Shrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
         self._expand(shrunk, out, out, first_part=first_part, factor=factor)
@@ -73,7 +75,7 @@ class TritonRows:
         return out
 
     def row_change(self, shrunk: _Shrunk, first_part: int = 0) -> RowChange | None:
-        if len(self.order) > 1:
+        if len(self.order) > 1 or not self._fuses:
             return None
         site = shrunk.site
         return RowChange(
@@ -87,17 +89,22 @@ class TritonRows:
         )
 
     def chunk_change(self, shrunk: _Shrunk) -> ChunkChange | None:
-        one = self.slots is not None and self.slots[0] != NO_ADAPTER and bool((self.slots == self.slots[0]).all())
+        one = (
+            self._fuses
+            and self.slots is not None
+            and self.slots[0] != NO_ADAPTER
+            and bool((self.slots == self.slots[0]).all())
+        )
         if not one or shrunk.squares is not None or self._weights.max_rank > MAX_CHUNK_RANK:
             return None
         index, dtype = shrunk.site.index, self._weights.numbers.dtype
         states = sum_states(shrunk.states, self._weights, self.tiles, index, dtype)
-        return ChunkChange(states, self._weights, self.tiles, index)
+        return ChunkChange(shrunk.x, states, self._weights, self.tiles, index)
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         site = self.sites.embedding
         states = gather_states(tokens, self._weights, site.index, self.order, self.tiles, tile=self._tile)
-        self._expand(_Shrunk(site, states, None, 0.0), out, out)
+        self._expand(_Shrunk(site, tokens, states, None, 0.0), out, out)
 
     def _expand(
         self,

@@ -51,7 +51,7 @@ class SlotWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowChange:
-    """What a product of one row adds to its result, in the same kernel: scale * B states. See `change_of_row`."""
+    """What a product of one row adds to its result, in the same kernel: scale * B states. See `rows_of_b`."""
 
     states: Tensor  # Of `shrink`
     weights: SlotWeights
@@ -85,6 +85,7 @@ NO_CHANGE = dict.fromkeys(
 class ChunkChange:
     """What a product of gate and up adds to both in the same kernel, if all its rows have one adapter."""
 
+    x: Tensor  # [rows, inputs], the inputs of the product, which were those of `shrink`
     states: Tensor  # Of `sum_states`, [rows, 2 * max_rank]
     weights: SlotWeights
     tiles: Tensor  # The first tile has the adapter's slot
@@ -136,13 +137,13 @@ def rows_of_b(change, n, ok, part, column, SITES: tl.constexpr, CAPACITY: tl.con
 
 
 @triton.jit
-def change_of_row(
-    change, b, shift, rank, SPLIT: tl.constexpr, SPLIT_PAD: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr
+def states_of_row(
+    change, shift, rank, SPLIT: tl.constexpr, SPLIT_PAD: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr
 ):
-    """Returns B states for the rows of B that `rows_of_b` loaded."""
+    """Returns the states of a part, float32 [RANK]: what the rows of `rows_of_b` are multiplied by."""
     r, split = tl.arange(0, RANK)[None, :], tl.arange(0, SPLIT_PAD)[:, None]
-    states = tl.load(change.states + split * WIDTH + shift + r, mask=(split < SPLIT) & (r < rank), other=0.0)
-    return tl.sum(b * tl.sum(states, 0)[None, :], 1)
+    source = change.states + split * WIDTH + shift + r
+    return tl.sum(tl.load(source, mask=(split < SPLIT) & (r < rank), other=0.0), 0)
 
 
 @triton.jit
@@ -322,11 +323,11 @@ def shrink(
 
 
 def _shrink_shape(rows: int, k: int, width: int, tile: int, itemsize: int) -> ShrinkShape:
+    outputs = max(16, min(64, triton.next_power_of_2(width)))
     if tile > 16:  # few variants, because these steps have any number of rows and compile while they run
-        outputs = max(16, min(64, triton.next_power_of_2(width)))
         return ShrinkShape(outputs, 256 // itemsize, 3, 8 if rows <= 2048 else 1)
-    inputs = 1024 // itemsize
-    return ShrinkShape(16, inputs, 2, min(MAX_SPLIT, triton.cdiv(k, inputs)))
+    inputs = 512 // itemsize
+    return ShrinkShape(outputs, inputs, 2, min(MAX_SPLIT, triton.cdiv(k, inputs)))
 
 
 @triton.jit(do_not_specialize=["site", "rows"])

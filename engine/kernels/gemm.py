@@ -33,8 +33,8 @@ from engine.kernels.adapters import (
     ChunkChange,
     RowChange,
     add_change_of_pair,
-    change_of_row,
     rows_of_b,
+    states_of_row,
 )
 from engine.kernels.card import SHARED_BYTES
 from engine.kernels.pdl import pdl_args, wait_for_previous
@@ -213,6 +213,10 @@ def _gemv_kernel(
             b, shift, rank = rows_of_b(change, rows, row_ok, part, column, SITES, CAPACITY, RANK)
     # Weights are constant, so their first tile is loaded before the kernel that computes x has finished.
     wait_for_previous(PDL)
+    if CHANGED:
+        state = states_of_row(change, shift, rank, SPLIT, SPLIT_PAD, WIDTH, RANK)
+        if GATED:
+            state_up = states_of_row(change, shift_up, rank_up, SPLIT, SPLIT_PAD, WIDTH, RANK)
     if ADD:
         added = tl.load(residual + rows, mask=row_ok, other=0.0).to(tl.float32)
     acc = tl.zeros([ROWS, BK], tl.float32)
@@ -233,22 +237,22 @@ def _gemv_kernel(
                 up = load_tile(src + N * w_row, row_ok[:, None], k[None, :], start + BK, K, False)
     y = tl.sum(acc, 1)
     if CHANGED == 2:
-        y += change_of_row(change, b, shift, rank, SPLIT, SPLIT_PAD, WIDTH, RANK)
+        y += tl.sum(b * state[None, :], 1)
     if NORM:
         rstd = tl.rsqrt(tl.sum(square, 0) / K + eps)
         y *= rstd
     if CHANGED == 1:
-        y += change_of_row(change, b, shift, rank, SPLIT, SPLIT_PAD, WIDTH, RANK)
+        y += tl.sum(b * state[None, :], 1)
     if BIAS:
         y += tl.load(bias + rows, mask=row_ok, other=0.0).to(tl.float32)
     if GATED:
         u = tl.sum(acc_up, 1)
         if CHANGED == 2:
-            u += change_of_row(change, b_up, shift_up, rank_up, SPLIT, SPLIT_PAD, WIDTH, RANK)
+            u += tl.sum(b_up * state_up[None, :], 1)
         if NORM:
             u *= rstd
         if CHANGED == 1:
-            u += change_of_row(change, b_up, shift_up, rank_up, SPLIT, SPLIT_PAD, WIDTH, RANK)
+            u += tl.sum(b_up * state_up[None, :], 1)
         if BIAS:
             u += tl.load(bias + N + rows, mask=row_ok, other=0.0).to(tl.float32)
         y = y / (1.0 + tl.exp(-y)) * u

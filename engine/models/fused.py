@@ -207,8 +207,8 @@ class FusedOps(TorchOps):
     def adapts_swiglu(self, x: Tensor, gate_up: Linear) -> bool:
         return gate_up.prepared is None and _fits_swiglu(x, gate_up)
 
-    def adapted_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear, change: ChunkChange) -> Tensor:
-        return gemm_swiglu(rms_norm(x, norm.weight, norm.eps), gate_up.weight, change=change)
+    def adapted_swiglu(self, gate_up: Linear, change: ChunkChange) -> Tensor:
+        return gemm_swiglu(change.x, gate_up.weight, change=change)
 
     def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:
         layer = moe.prepared or self.prepare_experts(moe)

@@ -228,8 +228,8 @@ class TorchOps:
         """Returns whether `adapted_swiglu` computes this product."""
         return False
 
-    def adapted_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear, change: ChunkChange) -> Tensor:
-        """Computes `norm_swiglu` with the change by the adapter that all rows have."""
+    def adapted_swiglu(self, gate_up: Linear, change: ChunkChange) -> Tensor:
+        """Returns silu(gate) * up of `change.x` with the change by the adapter that all rows have."""
         raise NotImplementedError
 
     def partial_product(self, y: Tensor, linear: Linear) -> Tensor:

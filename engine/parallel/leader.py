@@ -65,11 +65,16 @@ class EngineBuilder:
         """Makes the host tier's memory for every device. checksums: other ranks check the blocks that they load."""
         return HostKVPool(kv, num_host_blocks)
 
-    def adapters(self, model: Model, count: int, max_rank: int, dtype: str) -> tuple[HostAdapters, AdapterSlots]:
-        """Makes host memory and `count` slots for adapters on every device. ConfigError if the model has none."""
+    def adapters(
+        self, model: Model, count: int, max_rank: int, dtype: str, *, fuses: bool
+    ) -> tuple[HostAdapters, AdapterSlots]:
+        """Makes host memory and `count` slots for adapters on every device. ConfigError if the model has none.
+
+        fuses: see `SlotMemory`; several ranks never do.
+        """
         sites, kind = sites_of(model), TORCH_DTYPES[dtype]
         names = HostAdapters(sites, kind, max_rank, pin=self._device.type == "cuda")
-        return names, AdapterSlots(sites, count, max_rank, self._device, kind)
+        return names, AdapterSlots(sites, count, max_rank, self._device, kind, fuses=fuses)
 
     def own_part(self, model: Model) -> Model:
         """Returns the part of the model in this process, which has the whole embedding and LM head."""
@@ -211,7 +216,9 @@ class TensorParallelBuilder(EngineBuilder):
             raise rank_group.fail(f"rank 0 did not connect to the other ranks within {TIMEOUT_S:g} s")
         return connected.result()
 
-    def adapters(self, model: Model, count: int, max_rank: int, dtype: str) -> tuple[HostAdapters, AdapterSlots]:
+    def adapters(
+        self, model: Model, count: int, max_rank: int, dtype: str, *, fuses: bool
+    ) -> tuple[HostAdapters, AdapterSlots]:
         sites = sites_of(self.own_part(model), self.shard)
         self._rank_group.call("adapters", count=count, max_rank=max_rank, dtype=dtype)
         names = MirroredAdapters(

@@ -320,6 +320,19 @@ def adapter_products() -> None:
         place |= {"squares": squares, "eps": 1e-5, "inputs": HIDDEN, "outputs": sizes, "gated": gated}
         adapters.expand(states, weights, base, half(rows, INNER) if gated else base, order, tiles, **place)
         adapters.gather_states(torch.zeros(rows, dtype=torch.int64), weights, 3, order, tiles, tile=tile)
+        if rows == 1:
+            change = adapters.RowChange(states, weights, tiles, 3, sizes, 0, normed=False)
+            gemm.gemv(half(1, HIDDEN), half(sum(sizes), HIDDEN), norm=norms, change=change)
+
+
+def chunk_with_adapter() -> None:
+    """The product of gate and up of a prompt that has one adapter, of the largest rank."""
+    rows, rank, table = 256, adapters.MAX_CHUNK_RANK, torch.zeros(8, 130, 8, dtype=torch.int64)
+    weights, tiles = adapters.SlotWeights(half(8, 1 << 16), table, torch.zeros(8, 130, 3), rank), table.new_zeros(3)
+    x = half(rows, HIDDEN)
+    states = adapters.sum_states(torch.zeros(8, rows, 2 * rank), weights, tiles.int(), 3, torch.bfloat16)
+    change = adapters.ChunkChange(x, states, weights, tiles.int(), 3)
+    gemm.gemm_swiglu(x, half(2 * INNER, HIDDEN), change=change)
 
 
 def gated_delta_layers(capability: int) -> None:
@@ -369,6 +382,7 @@ def main() -> None:
         tiles_by_descriptor()
     if capability == 90:
         gemm.gemm_swiglu(half(256, HIDDEN), half(2 * INNER, HIDDEN))
+        chunk_with_adapter()
         fixed_order()
     for fp8 in (False, True) if capability >= 89 else (False,):  # e4m3 needs 8.9, see engine/config.py
         cache(fp8)

@@ -67,7 +67,7 @@ class Rig:
             torch.stack(parts) for parts in zip(*((a.table, a.scales) for a in self.adapters), strict=True)
         )
         on_device = (part.to(device) for part in (numbers, table, scales))
-        self.memory = SlotMemory(sites_of(self.fused), max_rank, *on_device)
+        self.memory = SlotMemory(sites_of(self.fused), max_rank, *on_device, fuses=True)
 
     def file(self, seed: int, rank: int) -> AdapterFile:
         """Makes an adapter of some modules, with another rank for some."""
@@ -158,6 +158,7 @@ def test_a_chunk_of_one_adapter_needs_no_expand(slot: int, rig: Rig, gen: torch.
     rows.slots = np.array([slot] * 20)  # known in a step that no graph captures
     change = rows.chunk_change(shrunk)
     assert change is not None
+    assert change.x is normed
     got = gemm_swiglu(normed, gate_up.weight, change=change, tile=(16, 16, 16), group=2)
     want = rows.expand_swiglu(shrunk, normed @ gate_up.weight.t())
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
