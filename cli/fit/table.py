@@ -39,10 +39,12 @@ def show(found: list[Fit], card: Card, load: PlannedLoad, size: ModelSize, model
         f"{size.max_adapters} adapters of rank {size.max_adapter_rank}" if size.max_adapters else "",
     ]
     console.print(f"{model_dir.name}: {', '.join(filter(None, parts))}", soft_wrap=True)
-    table = Table(title=f"{load.users} users with up to {load.context} tokens on {card.name}")
+    title = f"{load.users} users with up to {load.context} tokens on {card.name}"
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))  # all figures fit in 80 columns
     columns = ("cards", "settings", "weights", "KV/token", "pool", "batch", "TTFT", "ITL 1", "ITL", "")
     for name in columns:
-        table.add_column(name, justify="left" if name == "settings" else "right")
+        is_text = name == "settings"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for setup in found:
         table.add_row(*_cells(setup), style="bold" if setup is best else None)
     console.print(table)
@@ -80,14 +82,14 @@ def _verdict(best: Fit, load: PlannedLoad) -> str:
 
 
 def _cells(setup: Fit) -> list[str]:
-    names = [flag.removeprefix("--") for flag in setup.flags if "max-model-len" not in flag]
-    names = [name for name in names if not name.startswith("tensor-parallel-size")]
+    common = "--max-model-len", "--max-adapter", "--max-seqs", "--tensor-parallel-size"  # other lines have them
+    names = [flag.removeprefix("--") for flag in setup.flags if not flag.startswith(common)]
     memory = [f"{setup.weight_bytes / 2**30:.1f} GiB", f"{setup.kv_token_bytes / 1024:.1f} KiB"]
     if setup.pool_bytes <= 0:
-        return [str(setup.ranks), ", ".join(names), *memory, f"{setup.pool_bytes / 2**30:.1f} GiB", *["-"] * 4, "no"]
+        return [str(setup.ranks), "\n".join(names), *memory, f"{setup.pool_bytes / 2**30:.1f} GiB", *["-"] * 4, "no"]
     return [
         str(setup.ranks),
-        ", ".join(names),
+        "\n".join(names),
         *memory,
         f"{setup.pool_bytes / 2**30:.1f} GiB",
         str(setup.largest_batch),

@@ -263,6 +263,8 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     argv = ("--model", str(path), "--gpu", "H200", "--context", "32k", "--users", "16")
     shown = run(*argv)
     assert (shown.exit_code, "Use --max-model-len 32768." in shown.output) == (0, True)
+    assert "fp8_e4m3" in shown.output, "80 columns show each setting"
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown.output
     answer = json.loads(run(*argv, "--json").output)
     assert answer["best"]["fits"]
     assert answer["load"] == {"context": 32768, "prompt": 32768, "users": 16}
