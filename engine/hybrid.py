@@ -78,6 +78,11 @@ def _check_float32(device: torch.device) -> None:
         raise ConfigError(f"dtype: float32 with gated delta layers needs {need}", field="dtype")
 
 
+def default_num_states(slot_bytes: int, memory: int, max_seqs: int) -> int:
+    """Returns the slots for recurrent states if `num_states` is not set; `memory` is for KV and states, in bytes."""
+    return max(2, min(STATES_PER_SEQUENCE * max_seqs, memory // MEMORY_SHARE // slot_bytes))
+
+
 def num_states(
     config: EngineConfig, shape: StateShape | None, device: torch.device, dtype: torch.dtype, max_seqs: int
 ) -> int:
@@ -93,7 +98,7 @@ def num_states(
         if not config.kv_memory and device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             memory = max(0, free - int(total * (1 - config.gpu_memory_utilization)))
-        count = max(2, min(STATES_PER_SEQUENCE * max_seqs, memory // MEMORY_SHARE // size))
+        count = default_num_states(size, memory, max_seqs)
     log.info("%d recurrent states, %s each", count, format_bytes(size))
     return count
 

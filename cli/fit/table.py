@@ -56,14 +56,16 @@ def show(found: list[Fit], card: Card, load: PlannedLoad, size: ModelSize, model
     console.print(f"\n{_verdict(best, load)}", style="bold", soft_wrap=True)
     console.print(
         f"\nCard {card.name}: {card.source}. Weights, KV and pool are per card"
-        f"{_adapters_text(best)}; activations and graphs are estimates, "
+        f"{_beside_text(best)}; activations and graphs are estimates, "
         "and the pod logs the real pool at its start. The figures are for one pod that does nothing else: with "
         "--role both, prompts lengthen the steps of decodes.",
         soft_wrap=True,
     )
 
 
-def _adapters_text(setup: Fit) -> str:
+def _beside_text(setup: Fit) -> str:
+    if setup.num_states:
+        return f", beside {setup.state_bytes / 2**30:.2g} GiB for {setup.num_states} recurrent states"
     return f", beside {setup.adapter_bytes / 2**30:.2g} GiB for adapters" if setup.adapter_bytes else ""
 
 
@@ -82,7 +84,8 @@ def _verdict(best: Fit, load: PlannedLoad) -> str:
 
 
 def _cells(setup: Fit) -> list[str]:
-    common = "--max-model-len", "--max-adapter", "--max-seqs", "--tensor-parallel-size"  # other lines have them
+    #: Other lines have them.
+    common = "--max-model-len", "--max-adapter", "--max-seqs", "--tensor-parallel-size", "--kv-groups"
     names = [flag.removeprefix("--") for flag in setup.flags if not flag.startswith(common)]
     memory = [f"{setup.weight_bytes / 2**30:.1f} GiB", f"{setup.kv_token_bytes / 1024:.1f} KiB"]
     if setup.pool_bytes <= 0:
