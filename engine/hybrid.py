@@ -12,13 +12,11 @@ from common.kv_groups import split_layers
 from common.kv_layout import LayerGroup
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import format_bytes
-from engine.kv.groups.state_pool import EXTRA_SLOTS, StatePool, StateShape
+from engine.kv.groups.state_pool import EXTRA_SLOTS, StatePool, StateShape, default_num_states
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.models.base import ModelShape
 
 log = logging.getLogger(__name__)
-STATES_PER_SEQUENCE = 4  # Default: the live state, the newest two of an answer, and the end of a prompt
-MEMORY_SHARE = 3  # By default states take at most 1 / MEMORY_SHARE of the memory for KV and states
 
 
 def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
@@ -76,11 +74,6 @@ def _check_float32(device: torch.device) -> None:
     if (size := shared_bytes(device)) < FLOAT32_SHARED_BYTES:
         need = f"{FLOAT32_SHARED_BYTES} bytes of shared memory, this card has {size}: use bfloat16"
         raise ConfigError(f"dtype: float32 with gated delta layers needs {need}", field="dtype")
-
-
-def default_num_states(slot_bytes: int, memory: int, max_seqs: int) -> int:
-    """Returns the slots for recurrent states if `num_states` is not set; `memory` is for KV and states, in bytes."""
-    return max(2, min(STATES_PER_SEQUENCE * max_seqs, memory // MEMORY_SHARE // slot_bytes))
 
 
 def num_states(

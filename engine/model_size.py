@@ -13,7 +13,7 @@ from common.kv_layout import DTYPE_BYTES, FP8_DTYPE, KVLayout
 from engine.adapters.packed import padded_rank
 from engine.adapters.slots import sites_of, unsupported
 from engine.config import LATENT_FP8
-from engine.hybrid import default_num_states
+from engine.kv.groups.state_pool import default_num_states
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource, open_model
