@@ -1,4 +1,4 @@
-"""Measures the kernels of multi-head latent attention on a card, and the tiles to choose from.
+"""Measures the kernels of multi-head latent attention on a card.
 
     python benchmarks/mla.py --out benchmarks/results/mla-h200.json
 
@@ -8,7 +8,6 @@ tokens. Times are medians of graph replays over two layers. The error is that of
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kernels import ceilings, error, seconds
 from benchmarks.support import report
 from common.kv_layout import KVLayout
-from engine.kernels.latent.attention import LatentTile, decode_tile, latent_decode, latent_prefill, latent_tile
+from engine.kernels.latent.attention import (
+    LatentTile,
+    decode_tile,
+    latent_decode,
+    latent_prefill,
+    latent_tile,
+)
 from engine.kernels.latent.attention import latent_workspace as make_workspace
 from engine.kernels.paged_decode import plan_decode
 from engine.kv.kv_pool import KVPool, LayerKV
@@ -32,26 +37,10 @@ METRICS = """metrics:
 - mla_copy_share: bytes of the latents over the time of a decode step with 16 heads, 64 sequences of 4096 tokens, as a
   share of the rate of a copy.
 - mla_128_heads_product_share: products of the same step with 128 heads, as a share of the rate of a product 8192^3.
-- *_best: the same with the best tile of the search (--tune). *_us: times. *_error: relative errors.
+- *_us: times. *_error: relative errors.
 """
 RANK, ROPE, BLOCK, POOL_TOKENS = 512, 64, 16, 64 * 4096
 SCALE, DEVICE, BF16 = 0.1, torch.device("cuda"), torch.bfloat16
-WORKERS = 12
-FEW_ROWS = [
-    LatentTile(16, keys, stages, warps, programs)
-    for keys, stages, warps, programs in (
-        (32, 4, 4, 2), (32, 5, 4, 2), (32, 6, 4, 2), (32, 7, 4, 1), (32, 5, 8, 1), (32, 7, 8, 1),
-        (64, 3, 4, 1), (64, 4, 4, 1), (64, 5, 4, 1), (64, 4, 8, 1), (64, 5, 8, 1), (16, 6, 4, 2), (16, 8, 4, 2),
-    )
-]  # fmt: skip
-MANY_ROWS = [
-    LatentTile(rows, keys, stages, warps, programs)
-    for rows, keys, stages, warps, programs in (
-        (64, 64, 2, 8, 1), (64, 64, 3, 8, 1), (64, 32, 3, 8, 1), (64, 32, 4, 8, 1), (64, 32, 5, 8, 1),
-        (64, 32, 4, 4, 1), (64, 64, 3, 4, 1), (64, 16, 5, 8, 1), (32, 32, 4, 4, 1), (32, 32, 4, 8, 1),
-        (32, 64, 3, 8, 1), (64, 64, 3, 16, 1),
-    )
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,46 +115,8 @@ def make_pool() -> tuple[KVPool, Tensor]:
     return pool, order.int()
 
 
-def compile_all(worker: int) -> None:
-    """Compiles this worker's part of the candidates, by launches of a small step."""
-    pool, tables = make_pool()
-    jobs = [(16, tile) for tile in FEW_ROWS] + [(128, tile) for tile in MANY_ROWS]
-    for heads, tile in jobs[worker::WORKERS]:
-        try:
-            Batch(pool, tables, heads, 64, 64).decode(tile)[0](0)
-        except Exception as problem:  # for example too much shared memory: the search reports it
-            print(f"  {tile}: {str(problem)[:120]}", flush=True)
-
-
-def search(name: str, batch: Batch, tiles: list[LatentTile], limit_s: float) -> float:
-    """Times the candidates and prints them, the fastest first. Returns the best share of the limit."""
-    found: list[tuple[float, float, LatentTile]] = []
-    for tile in tiles:
-        try:
-            launch, err = batch.decode(tile)
-            found.append((seconds(launch, 4, 7), err(), tile))
-        except Exception as problem:  # for example too much shared memory: the search goes on
-            print(f"  {name} {tile}: {str(problem)[:120]}", flush=True)
-    found.sort(key=lambda entry: entry[0])
-    print(f"{name}: limit {limit_s * 1e6:.1f} us", flush=True)
-    for time_s, err_of_tile, tile in found:
-        print(f"  {time_s * 1e6:8.1f} us {limit_s / time_s:6.3f}  {tile}  {err_of_tile:.1e}", flush=True)
-    return limit_s / found[0][0] if found else 0.0
-
-
 def main() -> None:
-    parser = report.arguments(__doc__, METRICS)
-    parser.add_argument("--tune", action="store_true", help="also search the best tiles")
-    parser.add_argument("--compile", type=int, help="only compile this worker's part of the candidates")
-    args = parser.parse_args()
-    if args.compile is not None:
-        compile_all(args.compile)
-        return
-    if args.tune:
-        command = [sys.executable, __file__, "--compile"]
-        workers = [subprocess.Popen([*command, str(worker)]) for worker in range(WORKERS)]
-        for worker in workers:
-            worker.wait()
+    args = report.arguments(__doc__, METRICS).parse_args()
     table = ceilings()
     pool, tables = make_pool()
 
@@ -186,7 +137,7 @@ def main() -> None:
         ("mla_16x4096_prompt", Batch(pool, tables, 16, 1, 4096), 4096),
         ("mla_128x2048_prompt", Batch(pool, tables, 128, 1, 2048), 2048),
     ):
-        tile = latent_tile(batch.heads * new, 2, DEVICE)
+        tile = latent_tile(batch.heads * new, batch.layer(0))
         launch, err = batch.decode(tile, new) if new <= 8 else batch.prefill(tile, new)
         measured, wrong = seconds(launch, 8, 9), err()
         copy_s, product_s = limits(batch, new)
@@ -195,10 +146,6 @@ def main() -> None:
             table.metrics["mla_copy_share"] = round(copy_s / measured, 4)
         elif key == "mla_128x64x4096":
             table.metrics["mla_128_heads_product_share"] = round(product_s / measured, 4)
-    if args.tune:
-        table.metrics["mla_copy_share_best"] = round(search("16 heads", few, FEW_ROWS, limits(few)[0]), 4)
-        best = search("128 heads", many, MANY_ROWS, limits(many)[1])
-        table.metrics["mla_128_heads_product_share_best"] = round(best, 4)
     report.write(args.out, "mla", table.metrics, "torch", "triton")
 
 

@@ -52,7 +52,7 @@ class LatentAttentionBackend(TritonAttention):
         return self._workspaces[max_new]
 
     def _tile(self, new_tokens: int) -> Any:
-        return self._latent.latent_tile(self._num_heads * new_tokens, self._itemsize, self._device)
+        return self._latent.latent_tile(self._num_heads * new_tokens, self._first_layer)
 
     def _listed_rows(self, max_tokens: int) -> int:
         rows: int = self._tile(max_tokens).rows

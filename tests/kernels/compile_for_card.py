@@ -161,8 +161,9 @@ def latents() -> None:
     for heads, new in ((16, 1), (128, 1), (16, 300)):
         q, out = half(seqs * new, heads, rank + rope), half(seqs * new, heads, rank)
         cu_q, lens = torch.arange(seqs + 1, dtype=small) * new, torch.full((seqs,), 400, dtype=small)
-        rows, tile = (torch.zeros(seqs, 32, dtype=small), cu_q, lens), latent_attention.latent_tile(heads * new, 2, CPU)
+        rows = torch.zeros(seqs, 32, dtype=small), cu_q, lens
         if new == 1:
+            tile = latent_attention.latent_tile(heads, cached)
             space = latent_attention.latent_workspace(tile, heads, new, rank, CPU)
             sizes = {"num_kv_heads": 1, "head_dim": rank + rope, "itemsize": 2}
             plan = paged_decode.plan_decode(cu_q, lens, space, tile=latent_attention.decode_tile(tile), **sizes)

@@ -10,15 +10,14 @@ step, as in `paged_prefill`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import card
 from engine.kernels.decode_tiles import EMPTY, LOG2E
+from engine.kernels.latent import hopper
+from engine.kernels.latent.hopper import LatentTile
 from engine.kernels.paged_decode import DecodePlan, DecodeTile, DecodeWorkspace, merge_parts
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kv.kv_pool import LayerKV
@@ -26,30 +25,22 @@ from engine.kv.kv_pool import LayerKV
 EXTRA_PROGRAMS = 8  # Programs of a list of tiles, beyond those that one row with all tokens needs.
 
 
-@dataclass(frozen=True)
-class LatentTile:
-    """The tile of a program."""
-
-    rows: int  # (token, head) pairs.
-    keys: int
-    stages: int  # Of the software pipeline. Block ids take half of them.
-    warps: int
-    programs: int  # Programs of an SM that run at once.
-
-
-#: Tiles for bf16 and fp16 by the largest number of rows that they serve, where a warp group multiplies from shared
-#: memory (Hopper). A tile of 64 rows has its sums in half of the registers of an SM.
-HOPPER_TILES = {16: LatentTile(16, 32, 5, 4, 2), 1 << 30: LatentTile(64, 64, 3, 8, 1)}
-#: Tiles of other cards.
+#: Tiles of the kernel for Hopper, by the largest number of rows that they serve.
+HOPPER_TILES = {
+    16: LatentTile(16, 64, 2, 4, 1, hopper=True),
+    32: LatentTile(32, 64, 2, 4, 1, hopper=True),
+    1 << 30: LatentTile(64, 64, 2, 4, 1, hopper=True),
+}
+#: Tiles of the kernels of this module for bf16 and fp16.
 OTHER_TILES = {16: LatentTile(16, 32, 3, 4, 1), 1 << 30: LatentTile(32, 32, 3, 8, 1)}
 FLOAT32_TILE = LatentTile(16, 16, 2, 4, 1)
 
 
-def latent_tile(rows: int, itemsize: int, device: torch.device) -> LatentTile:
-    """Returns the tile for `rows` (token, head) pairs of a sequence. itemsize: bytes of a number in the cache."""
-    if itemsize == 4:
+def latent_tile(rows: int, layer: LayerKV) -> LatentTile:
+    """Returns the tile for `rows` (token, head) pairs of a sequence."""
+    if layer.kv.element_size() == 4:
         return FLOAT32_TILE
-    tiles = HOPPER_TILES if card.has_wgmma(device) else OTHER_TILES
+    tiles = HOPPER_TILES if hopper.serves(layer) else OTHER_TILES
     return next(tile for most, tile in tiles.items() if rows <= most)
 
 
@@ -248,7 +239,8 @@ def latent_workspace(tile: LatentTile, heads: int, max_query: int, rank: int, de
 
 def decode_tile(tile: LatentTile) -> DecodeTile:
     """Returns the tile as an argument of `plan_decode`."""
-    return DecodeTile(tile.keys, tile.stages, tile.warps)
+    kind = hopper.HopperTile if tile.hopper else DecodeTile
+    return kind(tile.keys, tile.stages, tile.warps)
 
 
 def latent_decode(
@@ -278,13 +270,16 @@ def latent_decode(
     heads, programs, tile = q.shape[1], plan.first_seq.shape[0], plan.tile
     rows, num_seqs = workspace.part.shape[1], seq_lens.shape[0]
     assert heads * max_query <= rows
-    _decode_kernel[(rows // workspace.row_tile, programs)](
-        q, layer.kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
-        *q.stride()[:2], layer.kv.stride(0), layer.kv.stride(3), block_tables.stride(0), *out.stride()[:2], num_seqs,
-        programs, scale * LOG2E,
-        M=workspace.row_tile, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps, **_sizes(q, layer),
-        **pdl_args(q.device),
-    )  # fmt: skip
+    if isinstance(tile, hopper.HopperTile):
+        hopper.decode(q, layer, block_tables, cu_q, seq_lens, plan, workspace, scale_log2=scale * LOG2E, out=out)
+    else:
+        _decode_kernel[(rows // workspace.row_tile, programs)](
+            q, layer.kv, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part,
+            workspace.part_lse, *q.stride()[:2], layer.kv.stride(0), layer.kv.stride(3), block_tables.stride(0),
+            *out.stride()[:2], num_seqs, programs, scale * LOG2E,
+            M=workspace.row_tile, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps, **_sizes(q, layer),
+            **pdl_args(q.device),
+        )  # fmt: skip
     merge_parts(plan, workspace, cu_q, out, num_seqs=num_seqs, num_kv_heads=1, max_query=max_query)
     return out
 
@@ -303,8 +298,12 @@ def latent_prefill(
 ) -> Tensor:
     """Computes the attention of `latent_decode` for any number of new tokens, without a split of keys."""
     rows = q.shape[1] * max_query
-    tile = tile or latent_tile(rows, q.element_size(), q.device)
-    _prompt_kernel[(triton.cdiv(rows, tile.rows), seq_lens.shape[0])](
+    tile = tile or latent_tile(rows, layer)
+    inputs, programs = (q, layer, block_tables, cu_q, seq_lens), triton.cdiv(rows, tile.rows)
+    if tile.hopper:
+        hopper.prefill(*inputs, programs, tile=tile, scale_log2=scale * LOG2E, out=out)
+        return out
+    _prompt_kernel[(programs, seq_lens.shape[0])](
         q, layer.kv, block_tables, cu_q, seq_lens, out, *_strides(q, layer, block_tables, out), scale * LOG2E,
         M=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps, **_sizes(q, layer),
     )  # fmt: skip
@@ -330,8 +329,12 @@ def listed_prefill(
         max_tokens: largest number of tokens in all tiles together.
     """
     rows = q.shape[1] * max_tokens
-    tile = latent_tile(rows, q.element_size(), q.device)
-    _listed_kernel[(triton.cdiv(rows, tile.rows) + EXTRA_PROGRAMS,)](
+    tile = latent_tile(rows, layer)
+    inputs, programs = (q, layer, block_tables, cu_q, seq_lens), triton.cdiv(rows, tile.rows) + EXTRA_PROGRAMS
+    if tile.hopper:
+        hopper.prefill(*inputs, programs, tile=tile, scale_log2=scale * LOG2E, out=out, tiles=tiles)
+        return out
+    _listed_kernel[(programs,)](
         q, layer.kv, block_tables, cu_q, seq_lens, tiles, out, *_strides(q, layer, block_tables, out), scale * LOG2E,
         M=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps, **_sizes(q, layer),
     )  # fmt: skip
