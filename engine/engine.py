@@ -440,9 +440,11 @@ class Engine:
             log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.summary())
             return blocks
         memory = config.kv_memory or DEFAULT_KV_MEMORY
-        blocks = memory // layout.block_bytes - warm_up.EXTRA_BLOCKS
+        blocks = memory // layout.block_bytes - warm_up.EXTRA_BLOCKS - self._state_slots * layout.state_pages
         if blocks < 2:
             text = f"kv_memory: {memory} bytes hold fewer than 4 KV blocks of {layout.block_bytes} bytes"
+            if self._state_slots:
+                text += f" beside {self._state_slots} recurrent states of {layout.state_bytes} bytes (see num_states)"
             raise ConfigError(text, field="kv_memory")
         return blocks
 

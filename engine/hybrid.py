@@ -12,13 +12,11 @@ from common.kv_groups import split_layers
 from common.kv_layout import LayerGroup
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import format_bytes
-from engine.kv.groups.state_pool import EXTRA_SLOTS, StatePool, StateShape
+from engine.kv.groups.state_pool import EXTRA_SLOTS, StatePool, StateShape, default_num_states
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.models.base import ModelShape
 
 log = logging.getLogger(__name__)
-STATES_PER_SEQUENCE = 4  # Default: the live state, the newest two of an answer, and the end of a prompt
-MEMORY_SHARE = 3  # By default states take at most 1 / MEMORY_SHARE of the memory for KV and states
 
 
 def check_hybrid(config: EngineConfig, spec: ModelShape) -> None:
@@ -93,7 +91,7 @@ def num_states(
         if not config.kv_memory and device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             memory = max(0, free - int(total * (1 - config.gpu_memory_utilization)))
-        count = max(2, min(STATES_PER_SEQUENCE * max_seqs, memory // MEMORY_SHARE // size))
+        count = default_num_states(size, memory, max_seqs)
     log.info("%d recurrent states, %s each", count, format_bytes(size))
     return count
 

@@ -13,6 +13,7 @@ from common.kv_layout import DTYPE_BYTES, FP8_DTYPE, KVLayout
 from engine.adapters.packed import padded_rank
 from engine.adapters.slots import sites_of, unsupported
 from engine.config import LATENT_FP8
+from engine.kv.groups.state_pool import default_num_states
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource, open_model
@@ -47,11 +48,16 @@ class ModelSize:
     max_adapters: int = 0  # Slots for LoRA adapters.
     max_adapter_rank: int = 0
     adapter_bytes: float = 0.0  # All slots of the rank; on a CPU, the adapters that fill them.
+    state_bytes: int = 0  # Of one recurrent state, as a slot of the pool stores it; 0: the model has none.
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights of the rank."""
         return self.dense_bytes + self.expert_bytes + self.other_bytes
+
+    def num_states(self, memory: float, max_seqs: int) -> int:
+        """Returns the slots for recurrent states that a pod takes by default; `memory` as in default_num_states."""
+        return default_num_states(self.state_bytes, int(memory), max_seqs) if self.state_bytes else 0
 
     def read_bytes(self, rows: int) -> float:
         """Returns the bytes of weights that a step of `rows` tokens reads. Choices of experts are taken as uniform."""
@@ -93,6 +99,11 @@ def model_size(
     """
     source = open_model(model_dir, form=weights)
     source.check_layers()
+    if source.spec.states is not None:
+        for field, asked in (("tensor_parallel_size", ranks > 1), ("max_adapters", max_adapters > 0)):
+            if asked:
+                problem = f"not supported for {source.spec.architecture}, which has a recurrent state; leave it off"
+                raise ConfigError(f"{field}: {problem}", field=field)
     shape = Shard(0, ranks).shard_spec(source.spec)
     stored = dtype if kv_dtype == "auto" else kv_dtype
     if shape.latent_dim and stored == FP8_DTYPE:
@@ -110,6 +121,9 @@ def model_size(
     )
     counted = _native(shape, source, dtype) if isinstance(shape, ModelSpec) else _foreign(shape, source, dtype)
     counted = replace(counted, kv_dtype=stored, kv_bytes=layout.block_bytes / block_size, ranks=ranks)
+    if shape.states is not None:
+        layout = replace(layout, state_bytes=shape.states.slot_bytes(getattr(torch, dtype)))
+        return replace(counted, state_bytes=layout.state_pages * layout.block_bytes)
     if not max_adapters:
         return counted
     if not isinstance(shape, ModelSpec):

@@ -127,21 +127,26 @@ class PrefixWarmUp:
     def __init__(self, engine: Engine, node: TransferNode, reader: IndexReader, name: str) -> None:
         self._pool, self._layout, self._node, self._reader, self._name = engine.pool, engine.layout, node, reader, name
         self._failed: set[str] = set()  # Names of peers with a failed pull
+        self._moved = 0  # Pages that were pulled: blocks, and those of windows and states
 
     async def run(self, limit_s: float, max_blocks: int) -> int:
-        """Pulls for at most limit_s and max_blocks; returns the number of blocks. Raises only CancelledError."""
+        """Pulls for at most limit_s and the bytes of max_blocks; returns the number of new blocks.
+
+        Raises only CancelledError.
+        """
         until, pulled = time.monotonic() + limit_s, 0
-        max_blocks = min(max_blocks, int(POOL_SHARE * self._pool.num_blocks))
+        share = int(POOL_SHARE * self._pool.num_blocks)
         try:
             async with asyncio.timeout(limit_s):
                 for number, offer in enumerate(await self._offers()):
                     for holder in offer.holders:
-                        if pulled >= max_blocks:
+                        left = min(max_blocks - self._moved - self._layout.state_pages, share - pulled)
+                        if left <= 0 or self._has_enough_states():
                             return pulled
                         if holder.pod not in self._failed:
                             left_s = min(PULL_SHARE * limit_s, until - time.monotonic())
                             request_id = f"warm-up-{self._name}-{number}"
-                            pulled += await self._pull(request_id, offer.hashes, holder, max_blocks - pulled, left_s)
+                            pulled += await self._pull(request_id, offer.hashes, holder, left, left_s)
         except TimeoutError:
             _log.info("warm-up from peers stopped after %g s", limit_s)
         except BatonError as error:
@@ -149,6 +154,11 @@ class PrefixWarmUp:
         except Exception:
             _log.exception("the warm-up from peers failed")
         return pulled
+
+    def _has_enough_states(self) -> bool:
+        """Returns whether another snapshot would exceed POOL_SHARE, or evict one of a prefix that is used more."""
+        states = self._pool.state_counts()
+        return states is not None and states.cached > 0 and states.cached + 1 > POOL_SHARE * states.total
 
     async def _offers(self) -> list[_Offer]:
         """Returns what the live peers offer, the most used first. Raises IndexUnavailable."""
@@ -207,6 +217,7 @@ class PrefixWarmUp:
                 timeout_s=max(0.0, timeout_s),
             )
             got = await self._node.pull(holder.address, holder.pod, wanted)
+            self._moved += got.blocks
             if not got.blocks:
                 return 0, got.held
             return lease.publish_pulled(hashes, order, wanted.first_block + got.blocks) - first, 0

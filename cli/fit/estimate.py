@@ -56,6 +56,8 @@ class Fit:
     ranks: int
     weight_bytes: float  # Per card.
     adapter_bytes: float  # Of the slots for adapters, per card.
+    num_states: int  # Slots for recurrent states; 0 if the model has none.
+    state_bytes: float  # Of these slots.
     kv_token_bytes: float  # Per token and card.
     pool_bytes: float  # Per card; negative if the weights do not fit.
     pool_tokens: int
@@ -129,8 +131,12 @@ def pool_bytes(size: ModelSize, card: Card, share: float) -> float:
 def fit(size: ModelSize, card: Card, load: PlannedLoad, share: float, flags: tuple[str, ...]) -> Fit:
     """Returns what to expect of one setup."""
     pool = pool_bytes(size, card, share)
+    states = size.num_states(max(0, pool), max(load.users, DEFAULT_MAX_SEQS[card.device]))
+    pool -= states * size.state_bytes
     tokens = max(0, int(pool / size.kv_bytes))
     largest = tokens // load.context
+    if states:
+        largest = min(largest, states)
     batch = min(load.users, largest)
     ttft = prompt_s(size, card, load.prompt)
     return Fit(
@@ -138,6 +144,8 @@ def fit(size: ModelSize, card: Card, load: PlannedLoad, share: float, flags: tup
         ranks=size.ranks,
         weight_bytes=size.weight_bytes,
         adapter_bytes=size.adapter_bytes,
+        num_states=states,
+        state_bytes=states * size.state_bytes,
         kv_token_bytes=size.kv_bytes,
         pool_bytes=pool,
         pool_tokens=tokens,
@@ -179,6 +187,7 @@ def candidates(
             flags = (
                 *_flags(kv_dtype, weights, count, load, card),
                 *_adapter_flags(size),
+                *(["--kv-groups"] if size.state_bytes else []),  # pods refuse the model without it
                 *_pool_flags(size, card, share),
             )
             found.append(fit(size, card, load, share, flags))

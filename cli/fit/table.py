@@ -39,10 +39,12 @@ def show(found: list[Fit], card: Card, load: PlannedLoad, size: ModelSize, model
         f"{size.max_adapters} adapters of rank {size.max_adapter_rank}" if size.max_adapters else "",
     ]
     console.print(f"{model_dir.name}: {', '.join(filter(None, parts))}", soft_wrap=True)
-    table = Table(title=f"{load.users} users with up to {load.context} tokens on {card.name}")
+    title = f"{load.users} users with up to {load.context} tokens on {card.name}"
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))  # all figures fit in 80 columns
     columns = ("cards", "settings", "weights", "KV/token", "pool", "batch", "TTFT", "ITL 1", "ITL", "")
     for name in columns:
-        table.add_column(name, justify="left" if name == "settings" else "right")
+        is_text = name == "settings"
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for setup in found:
         table.add_row(*_cells(setup), style="bold" if setup is best else None)
     console.print(table)
@@ -54,14 +56,16 @@ def show(found: list[Fit], card: Card, load: PlannedLoad, size: ModelSize, model
     console.print(f"\n{_verdict(best, load)}", style="bold", soft_wrap=True)
     console.print(
         f"\nCard {card.name}: {card.source}. Weights, KV and pool are per card"
-        f"{_adapters_text(best)}; activations and graphs are estimates, "
+        f"{_beside_text(best)}; activations and graphs are estimates, "
         "and the pod logs the real pool at its start. The figures are for one pod that does nothing else: with "
         "--role both, prompts lengthen the steps of decodes.",
         soft_wrap=True,
     )
 
 
-def _adapters_text(setup: Fit) -> str:
+def _beside_text(setup: Fit) -> str:
+    if setup.num_states:
+        return f", beside {setup.state_bytes / 2**30:.2g} GiB for {setup.num_states} recurrent states"
     return f", beside {setup.adapter_bytes / 2**30:.2g} GiB for adapters" if setup.adapter_bytes else ""
 
 
@@ -80,14 +84,15 @@ def _verdict(best: Fit, load: PlannedLoad) -> str:
 
 
 def _cells(setup: Fit) -> list[str]:
-    names = [flag.removeprefix("--") for flag in setup.flags if "max-model-len" not in flag]
-    names = [name for name in names if not name.startswith("tensor-parallel-size")]
+    #: Other lines have them.
+    common = "--max-model-len", "--max-adapter", "--max-seqs", "--tensor-parallel-size", "--kv-groups"
+    names = [flag.removeprefix("--") for flag in setup.flags if not flag.startswith(common)]
     memory = [f"{setup.weight_bytes / 2**30:.1f} GiB", f"{setup.kv_token_bytes / 1024:.1f} KiB"]
     if setup.pool_bytes <= 0:
-        return [str(setup.ranks), ", ".join(names), *memory, f"{setup.pool_bytes / 2**30:.1f} GiB", *["-"] * 4, "no"]
+        return [str(setup.ranks), "\n".join(names), *memory, f"{setup.pool_bytes / 2**30:.1f} GiB", *["-"] * 4, "no"]
     return [
         str(setup.ranks),
-        ", ".join(names),
+        "\n".join(names),
         *memory,
         f"{setup.pool_bytes / 2**30:.1f} GiB",
         str(setup.largest_batch),

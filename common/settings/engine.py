@@ -55,16 +55,14 @@ class EngineSettings(Settings, section="Engine"):
         "Directory on a local NVMe disk for KV blocks that leave the host tier, kept over restarts; needs host_cache; "
         "default: none",
     )
-    disk_cache_size: int = setting(
-        kinds.size(0), 64 << 30, "Bytes of each pod in --disk-cache, like 500GiB; default: 64GiB"
-    )
+    disk_cache_size: int = setting(kinds.size(0), 64 << 30, "Bytes of each pod in --disk-cache, like 500GiB")
     shared_cache: str | None = optional_setting(
         kinds.text("a directory", r".+", "DIR"),
         "Directory on a file system that all pods mount, for KV blocks that each of them may read; needs host_cache; "
         "default: none",
     )
     shared_cache_size: int = setting(
-        kinds.size(0), 256 << 30, "Bytes of all pods in --shared-cache, the same on all pods; default: 256GiB"
+        kinds.size(0), 256 << 30, "Bytes of all pods in --shared-cache, the same on all pods"
     )
     disk_cache_codec: str = choice_setting(
         ("none", "int4"),

@@ -106,7 +106,11 @@ def size(low: int) -> SettingKind:
         return raw
 
     expected = f"a size of at least {low} bytes, like 512M or 1GiB (1024 each), or 1GB (1000 each)"
-    return SettingKind(expected, parse, metavar="SIZE", show=lambda value: f"{value >> 20}MiB")
+    return SettingKind(expected, parse, metavar="SIZE", show=_size_text)
+
+
+def _size_text(value: int) -> str:
+    return f"{value >> 20}MiB" if value % (1 << 30) else f"{value >> 30}GiB"
 
 
 def number(expected: str, accepts: Callable[[float], bool]) -> SettingKind:

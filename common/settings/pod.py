@@ -38,9 +38,7 @@ class HandOffSettings(Settings, section="Hand-off between pods"):
         "Max seconds in which a new pod pulls the most used prefixes of its peers before it is ready; needs a prefix "
         "index; 0: none",
     )
-    warm_up_size: int = setting(
-        kinds.size(0), 4 << 30, "Max bytes of these prefixes, and at most half of the KV pool; default: 4GiB"
-    )
+    warm_up_size: int = setting(kinds.size(0), 4 << 30, "Max bytes of these prefixes, and at most half of the KV pool")
     allow_tcp: bool = setting(kinds.BOOL, False, "Allow TCP, or an unknown transport, for KV in GPU memory")
     staging: str = setting(
         kinds.choice("auto", "on", "off"),

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
+from common.kv_layout import KVLayout
 from common.types import Role
+from engine.kv.groups.state_blocks import StateBlockPool
 from engine.llm import LLM
+from kv_transfer.messages import PullResult, WantedBlocks
 from kv_transfer.servicer import TransferServicer
-from pod.warm_up import MIN_HITS, parse_hot_prefixes
+from pod.warm_up import MIN_HITS, PrefixWarmUp, _Offer, parse_hot_prefixes
 from prefix_index import publisher
 from prefix_index.reader import IndexReader
+from prefix_index.store import PodRecord
 from tests.kv_groups.families import check_tokens, save
 from tests.rigs.engine.hybrid_models import HYBRID_CASES, save_hybrid
 from tests.rigs.pods.harness import BLOCK, VOCAB, Cluster, Pod, expected, prompt_of, request
@@ -133,6 +139,33 @@ async def test_a_new_pod_pulls_pages_of_windows_and_recurrent_states(family: str
         answer = await cluster.generate(r, prefill=new)
         assert answer.cached_tokens == len(PREFIX)
         check_tokens(reference, r.prompt_ids, answer.tokens)
+
+
+@pytest.mark.parametrize(
+    ("num_states", "max_blocks", "snapshots"), [(8, 100, 4), (2, 100, 1), (1, 100, 1), (8, 18, 2), (8, 9, 1), (8, 5, 0)]
+)
+async def test_a_warm_up_keeps_the_states_of_the_most_used_prefixes(
+    num_states: int, max_blocks: int, snapshots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = KVLayout("m", "r", 1, 1, 16, 4, "float32", states="one array")
+    layout = replace(layout, state_bytes=5 * layout.block_bytes)
+    pool = StateBlockPool(100, 4, num_states=num_states, spacing=8, state_pages=layout.state_pages)
+    record = PodRecord("peer", 1, "peer:1", Role.PREFILL, "m", layout.scope, layout.fingerprint, 4, 64, 100)
+    offers = [_Offer(9.0 - i, tuple(bytes([i, j]) * 8 for j in range(4)), (record,)) for i in range(6)]
+
+    class Node:
+        async def pull(self, address: str, pod: str, wanted: WantedBlocks) -> PullResult:
+            wanted.pin.release()
+            return PullResult(len(wanted.blocks), "none", 1.0)
+
+    async def offered(_: PrefixWarmUp) -> list[_Offer]:
+        return offers
+
+    monkeypatch.setattr(PrefixWarmUp, "_offers", offered)
+    engine: Any = SimpleNamespace(pool=pool, layout=layout)
+    warm_up = PrefixWarmUp(engine, cast(Any, Node()), cast(Any, None), "new")
+    assert await warm_up.run(10.0, max_blocks) == 4 * snapshots
+    assert [pool.match_prefix(offer.hashes) for offer in offers] == [4] * snapshots + [0] * (6 - snapshots)
 
 
 async def test_without_redis_a_pod_starts_at_once(model_dir: Path) -> None:

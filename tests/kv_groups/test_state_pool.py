@@ -377,3 +377,25 @@ class StateMachine(RuleBasedStateMachine):
 
 TestStateMachine = StateMachine.TestCase
 TestStateMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_the_only_available_slot_has_the_snapshot_of_the_hit() -> None:
+    pool, order = StateBlockPool(BLOCKS, SIZE, num_states=2, spacing=1), PageOrder(2, state_pages=1)
+    hashes = hashes_of((0, 1, 1, 0, 1))
+    pulled = pool.lease(hashes, 2)
+    assert pulled is not None
+    assert pulled.cover_transfer(order)
+    pulled.pin_for_write(0, 2, order).release()
+    pulled.publish_pulled(hashes, order, order.num_pages)
+    pulled.finish("pulled")
+    other = pool.lease([], 1)
+    lease = pool.lease(hashes, 3)
+    assert other is not None
+    assert lease is not None, "num_available() promises it"
+    assert lease.cached_blocks == 2
+    assert pool.cached_hashes() == [], "the snapshot is the live state now"
+    assert lease.slot not in {copy.target for copy in pool.take_copies([other, lease])}
+    for used in (other, lease):
+        used.finish("end")
+    pool.check_integrity()
+    assert len(pool.slots.free) == 2

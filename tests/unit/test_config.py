@@ -247,6 +247,7 @@ def test_the_page_of_settings_is_current() -> None:
     """`python -m cli.settings_page` writes it."""
     page = PAGE.read_text("utf-8")
     assert page == with_table(page)
+    assert [line for line in page.splitlines() if line.count("; default: ") > 1] == []
 
 
 def test_variables_of_other_settings_classes_are_ignored() -> None:

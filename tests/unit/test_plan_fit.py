@@ -21,10 +21,13 @@ from engine.adapters.packed import pack_adapter
 from engine.adapters.peft import AdapterFile, LoraPair
 from engine.adapters.slots import sites_of
 from engine.card_rates import measure
+from engine.kv.groups.state_blocks import StateBlockPool
+from engine.llm import LLM
 from engine.model_size import ModelSize, model_size
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
 from engine.models.spec import Shard
+from tests.rigs.engine.hybrid_models import save_hybrid
 from tests.rigs.engine.tiny_models import MOE_CASES, TINY
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -263,6 +266,8 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     argv = ("--model", str(path), "--gpu", "H200", "--context", "32k", "--users", "16")
     shown = run(*argv)
     assert (shown.exit_code, "Use --max-model-len 32768." in shown.output) == (0, True)
+    assert "fp8_e4m3" in shown.output, "80 columns show each setting"
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown.output
     answer = json.loads(run(*argv, "--json").output)
     assert answer["best"]["fits"]
     assert answer["load"] == {"context": 32768, "prompt": 32768, "users": 16}
@@ -270,6 +275,26 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     adapted = run(*argv, "--gpus", "1", "--max-adapters", "16").output
     assert "16 adapters of rank 16" in adapted
     assert "beside 1.4 GiB for adapters" in adapted
+
+
+def test_recurrent_states_take_memory_and_limit_the_answers(tmp_path: Path) -> None:
+    save_hybrid(tmp_path, "qwen3.5")
+    size = model_size(tmp_path, dtype="float32")
+    llm = LLM(str(tmp_path), dtype="float32", kv_memory=8 << 20, max_seqs=2)
+    layout, slots = llm.engine.layout, size.num_states(8 << 20, 2)
+    assert size.state_bytes == layout.state_pages * layout.block_bytes
+    pool = llm.engine.pool
+    assert isinstance(pool, StateBlockPool)
+    assert pool.slots.num_slots == slots == 8
+    assert llm.engine.kv.data.nbytes <= 8 << 20, "kv_memory is for blocks and states"
+    result = run("--model", str(tmp_path), "--gpu", "h200", "--context", "512", "--users", "2000", "--json")
+    best = json.loads(result.output)["best"]
+    assert "--kv-groups" in best["flags"]
+    assert best["largest_batch"] <= best["num_states"]
+    assert best["state_bytes"] >= best["num_states"] * layout.state_bytes // 2, "the card has 16-bit numbers"
+    for options in ({"ranks": 2}, {"max_adapters": 1}):
+        with pytest.raises(ConfigError, match="recurrent state"):
+            model_size(tmp_path, dtype="bfloat16", **options)
 
 
 @pytest.mark.parametrize(

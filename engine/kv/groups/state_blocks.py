@@ -9,7 +9,8 @@ state after n blocks. The longest usable prefix is a hit. The prefix index gets 
 (usable_prefixes.py): it is a hint, and the pod's own match decides.
 
 - A lease has one slot, the *live* state, from its first to its last step. It begins as a copy of the hit's snapshot, or
-  of the zero state. A fork gets a copy; without a free slot it has none, and the scheduler computes it again.
+  of the zero state. If only the slot of this snapshot is left, the lease takes it, and needs no copy. A fork gets a
+  copy; without a free slot it has none, and the scheduler computes it again.
 - Snapshots are taken every `spacing` blocks, at the last boundary that the same prompt can match, where this prompt
   missed a longer hit, and from the end of the prompt on at each boundary. The last kind is for the next turn of a
   conversation; each of them makes the one before it the first to be evicted.
@@ -259,9 +260,11 @@ class StateLease(Lease):
 
     def start_from(self, hashes: Sequence[bytes], count: int, known: int) -> None:
         """Makes the live state that after the first `count` blocks; `known` blocks are cached. The lock is held."""
-        slots = self._pool.slots
-        source = slots.use(hashes[count - 1]) if count else self._pool.zero_slot
-        self._pool._copies.append(BlockCopy(source, self.slot))
+        pool = self._pool
+        if not count:
+            pool._copies.append(BlockCopy(pool.zero_slot, self.slot))
+        elif hashes[count - 1] in pool.slots.snapshots:  # else the lease has taken the slot of this snapshot
+            pool._copies.append(BlockCopy(pool.slots.use(hashes[count - 1]), self.slot))
         self._missed = known if known > count else 0
 
     def plan_snapshots(self, start: int, end: int, prefill_len: int) -> tuple[Snapshot, ...]:

@@ -27,6 +27,8 @@ from engine.kv.groups.state_slots import Snapshot
 
 ALIGNMENT = 256  # Bytes; of each segment of a slot.
 EXTRA_SLOTS = 2  # The zero slot and the dummy slot.
+STATES_PER_SEQUENCE = 4  # Default: the live state, the newest two of an answer, and the end of a prompt
+MEMORY_SHARE = 3  # By default states take at most 1 / MEMORY_SHARE of the memory for KV and states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,11 @@ class StatePool:
     def copy(self, source: int, target: int) -> None:
         """Queues the copy of one slot to another."""
         self.data[target].copy_(self.data[source])
+
+
+def default_num_states(slot_bytes: int, memory: int, max_seqs: int) -> int:
+    """Returns the slots for recurrent states if `num_states` is not set; `memory` is for KV and states, in bytes."""
+    return max(2, min(STATES_PER_SEQUENCE * max_seqs, memory // MEMORY_SHARE // slot_bytes))
 
 
 def _padded(size: int) -> int:

@@ -35,19 +35,26 @@ class StateSlots:
         self._matched: set[bytes] = set()  # Snapshots that a prompt has matched
 
     def allocate(self, keep: bytes | None = None, is_idle: Callable[[int], bool] | None = None) -> int:
-        """Returns a slot, if need be that of another snapshot than `keep`; NO_SLOT if there is none.
+        """Returns a slot, if need be that of a snapshot, that of `keep` last; NO_SLOT if there is none.
 
         The slot fulfils `is_idle`, if that is given. A snapshot that a transfer reads is not taken.
         """
         for index in range(len(self.free) - 1, -1, -1):
             if is_idle is None or is_idle(self.free[index]):
                 return self.free.pop(index)
-        for block_hash, slot in self.snapshots.items():
-            if block_hash != keep and not self.pins[slot] and (is_idle is None or is_idle(slot)):
-                self._matched.discard(block_hash)
-                self._on_changed(block_hash, False)
-                return self.snapshots.pop(block_hash)
-        return NO_SLOT
+        available = (
+            block_hash
+            for block_hash, slot in self.snapshots.items()
+            if not self.pins[slot] and (is_idle is None or is_idle(slot))
+        )
+        taken = next(available, None)
+        if taken is not None and taken == keep:
+            taken = next(available, keep)
+        if taken is None:
+            return NO_SLOT
+        self._matched.discard(taken)
+        self._on_changed(taken, False)
+        return self.snapshots.pop(taken)
 
     @property
     def has_available(self) -> bool:
