@@ -192,8 +192,8 @@ def _setting(config: Mapping[str, Any], patterns: str, default: str, module: str
         if matches:
             value = own
             break
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= _LARGEST:  # also NaN, and an int that is too large for a float
+    # The comparison is false for NaN, and right for an int that no float can hold.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         raise _error(file, f"{default} of {module} is {value!r}: expected a number of float32")
     return value
 
