@@ -3,7 +3,9 @@
     retention     low  ->  normal  ->  high  ->  pinned        a lower one is evicted first
     within one    lru:     the block that has been unused for the longest time
                   gdsf:    the block with the lowest H = L + uses, where L is the H of the last evicted block
-                  s3fifo:  new blocks wait in a small queue; those that are used again move to the main queue
+                  s3fifo:  new blocks wait in a small queue; those that are used again move to the main queue.
+                           New blocks that continue a used one, as those of a conversation do, begin in the main
+                           queue, which is not in the paper: a crawl continues nothing
 
 GDSF is GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998) with one size and cost for all blocks. S3-FIFO is from Yang
 et al., "FIFO queues are all you need for cache eviction" (SOSP 2023).
@@ -69,7 +71,7 @@ class PolicyState:
         self.score = [0.0] * num_blocks
         self.queue = bytearray(num_blocks)
 
-    def on_registered(self, block: int, block_hash: bytes) -> None:
+    def on_registered(self, block: int, block_hash: bytes, parent: int) -> None:
         """A block is new in the cache."""
 
     def on_used(self, block: int) -> None:
@@ -99,7 +101,7 @@ class Gdsf(PolicyState):
         self._floor = 0.0  # L
         self._uses = [0] * num_blocks
 
-    def on_registered(self, block: int, block_hash: bytes) -> None:
+    def on_registered(self, block: int, block_hash: bytes, parent: int) -> None:
         self._uses[block] = 1
 
     def on_used(self, block: int) -> None:
@@ -124,12 +126,13 @@ class S3Fifo(PolicyState):
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._num_blocks = num_blocks
 
-    def on_registered(self, block: int, block_hash: bytes) -> None:
+    def on_registered(self, block: int, block_hash: bytes, parent: int) -> None:
         self._uses[block] = 0
         known = block_hash in self._ghosts
         if known:
             del self._ghosts[block_hash]
-        self._enter(block, int(known))
+        continues = parent >= 0 and (self.queue[parent] == 1 or self._uses[parent] > 0)
+        self._enter(block, int(known or continues))
 
     def on_used(self, block: int) -> None:
         self._uses[block] = min(MAX_USES, self._uses[block] + 1)
@@ -210,7 +213,7 @@ class LeafOrder:
         self._fresh[block] = 1
         if parent >= 0:
             self._children[parent] += 1
-        self._state.on_registered(block, block_hash)
+        self._state.on_registered(block, block_hash, parent)
 
     def retain(self, blocks: Sequence[int], retention: Retention) -> None:
         """A request uses cached blocks of one prompt, first to last, or has registered them.

@@ -227,6 +227,15 @@ def test_a_frequency_aware_policy_keeps_what_is_used_again(policy: str) -> None:
     assert pool.match_prefix(chain(1, 2, 3)) == 3
 
 
+def test_s3fifo_keeps_the_newest_turn_of_a_conversation_through_a_crawl() -> None:
+    pool = BlockPool(20, SIZE, policy="s3fifo")
+    serve(pool, chain(1, 2, 3))
+    serve(pool, chain(1, 2, 3, 4, 5, 6))
+    for page in range(100, 130):
+        serve(pool, chain(page, page))
+    assert pool.match_prefix(chain(1, 2, 3, 4, 5, 6)) == 6
+
+
 def test_without_a_prefix_cache_nothing_is_found_again() -> None:
     stored: list[bytes] = []
     pool = BlockPool(8, SIZE, keeps_prefixes=False, on_stored=stored.extend)
