@@ -92,11 +92,11 @@ class PodAdapters:
     def find_all(self) -> None:
         """Loads the adapters of the settings. A sub-folder that is refused is logged and left out.
 
-        Raises ConfigError if an adapter of the file of names is refused.
+        Raises ConfigError if an adapter of the file of names is refused, or if adapter_dir cannot be read.
         """
         if self._root is None:
             return
-        for name, path in (self._names or _folders(self._root)).items():
+        for name, path in (_folders(self._root) if self._names is None else self._names).items():
             try:
                 self._check_name(name)
                 folder = self._folder(path)
@@ -126,10 +126,11 @@ class PodAdapters:
         entry = AdapterEntry(asked.name, adapter.digest, adapter.rank, path, asked.version)
         if asked.version:
             self._set(entry, adapter)
-        else:
-            with self._lock:
-                self._used[adapter.digest] = time.monotonic()
+        with self._lock:
+            if not asked.version:
                 self._hold(adapter)
+            if asked.digest:  # of a request, whose next call needs the adapter
+                self._pin(asked.digest)
         return entry
 
     async def _queue_read(self, asked: AdapterEntry) -> tuple[Adapter, str]:
@@ -162,7 +163,7 @@ class PodAdapters:
     def _set(self, entry: AdapterEntry, adapter: Adapter) -> None:
         with self._lock:
             known = self._listed.get(entry.name)
-            if known is not None and known.version >= entry.version:
+            if known is not None and (known.version, known.digest) >= (entry.version, entry.digest):  # as gateways do
                 self._hold(adapter)
                 return
             self._replace(entry, adapter)
@@ -172,6 +173,8 @@ class PodAdapters:
         """Gives a name its new meaning. Under the lock. Raises InvalidRequest if there are too many names."""
         if entry.name not in self._listed and len(self._listed) >= MAX_NAMES:
             removed = [known for known in self._listed.values() if not known.digest]
+            if not removed and not entry.digest:
+                return  # no room to remember the removal of a name that the pod lacks
             if not removed:
                 raise InvalidRequest(f"the pod has {MAX_NAMES} names of adapters already", field="lora_name")
             del self._listed[min(removed, key=lambda known: known.version).name]
@@ -199,6 +202,12 @@ class PodAdapters:
         if self._memory:
             self._evict()
 
+    def _pin(self, digest: str) -> None:
+        """Notes that a request needs an adapter: it stays for PIN_S. Under the lock."""
+        if digest in self._adapters:
+            self._adapters.move_to_end(digest)
+            self._used[digest] = time.monotonic()
+
     def _evict(self) -> None:
         """Forgets the adapters that were used longest ago, until the others have room. Under the lock."""
         held, pinned = sum(adapter.numbers.nbytes for adapter in self._adapters.values()), time.monotonic() - PIN_S
@@ -217,9 +226,13 @@ class PodAdapters:
 
     def _keep(self, adapter: Adapter) -> None:
         """Keeps an adapter without a name for a while. Under the lock."""
-        now = time.monotonic()
-        self._kept[adapter.digest] = adapter, now + KEEP_S
+        self._kept[adapter.digest] = adapter, time.monotonic() + KEEP_S
         self._kept.move_to_end(adapter.digest)
+        self._forget_retired()
+
+    def _forget_retired(self) -> None:
+        """Forgets adapters without a name that are too many or too old. Under the lock."""
+        now = time.monotonic()
         while self._kept and (len(self._kept) > KEEP or next(iter(self._kept.values()))[1] <= now):
             self._kept.popitem(last=False)
 
@@ -230,9 +243,7 @@ class PodAdapters:
         if self._root is None:
             raise AdapterNotLoaded("the pod serves no adapters: set --adapter-dir", field="adapter")
         with self._lock:
-            if digest in self._adapters:
-                self._adapters.move_to_end(digest)
-                self._used[digest] = time.monotonic()
+            self._pin(digest)
         return self._engine.find_adapter(digest)
 
     def entries(self) -> tuple[list[AdapterEntry], int]:
@@ -247,9 +258,16 @@ class PodAdapters:
             return [bytes.fromhex(digest) for digest in sorted(listed - self._adapters.keys() - self._kept.keys())]
 
     def state(self) -> transfer_pb2.Adapters | None:
-        """Returns the part of Info that gateways need; None if the pod serves no adapters."""
+        """Returns the part of Info that gateways need; None if the pod serves no adapters.
+
+        Forgets adapters whose time has ended since the last load.
+        """
         if self._root is None:
             return None
+        with self._lock:
+            self._forget_retired()
+            if self._memory:
+                self._evict()
         adapters, copies = self._engine.warm_adapters()
         warm = [bytes.fromhex(adapter.digest) for adapter in adapters]
         return transfer_pb2.Adapters(version=self._version, warm=warm, load_s=self._load_s, copies=copies)
@@ -291,6 +309,8 @@ class PodAdapters:
                 raise AdapterNotLoaded(f"{text}, expected {asked.digest}", field="adapter")
             with self._lock:
                 self._hold(adapter)  # the caller may have left; its next call finds the adapter
+                if asked.digest:
+                    self._pin(asked.digest)  # before the next read takes its room
         return adapter, self._relative(asked.path)
 
     def _folder(self, path: str) -> Path:
@@ -336,8 +356,11 @@ class PodAdapters:
 
 
 def _folders(root: Path) -> dict[str, str]:
-    """Returns the sub-folders that look like adapters, by their names."""
-    return {path.name: path.name for path in sorted(root.iterdir()) if os.path.isfile(path / CONFIG)}
+    """Returns the sub-folders that look like adapters, by their names. Raises ConfigError."""
+    try:
+        return {path.name: path.name for path in sorted(root.iterdir()) if os.path.isfile(path / CONFIG)}
+    except OSError as error:
+        raise ConfigError(f"adapter_dir: {root} cannot be read: {describe(error)}", field="adapter_dir") from error
 
 
 def _changed_ms(folder: Path) -> int:

@@ -28,6 +28,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE_COPY = ".base_layer.weight"
 _PREFIX = "base_model.model."
 _KINDS = {".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B"}
+_LARGEST = torch.finfo(torch.float32).max  # Scales are float32
+_MAX_REPEATS = 4  # Of a pattern of module names: a match takes up to (length of the name) ** repeats steps
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Settings that must be absent, false or empty, and what they mean.
 _REFUSED = {
@@ -180,6 +182,9 @@ def _setting(config: Mapping[str, Any], patterns: str, default: str, module: str
     """Returns a setting of a module: that of the first pattern which matches the end of its name, else the default."""
     value = config.get(default)
     for pattern, own in (config.get(patterns) or {}).items():
+        if len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or re.search(r"\)[*+{]", pattern):
+            problem = f"expected up to {_MAX_REPEATS} repeats and no repeated group, which could take for ever to match"
+            raise _error(file, f"{patterns}: {pattern[:200]!r} is not supported: {problem}")
         try:
             matches = re.match(rf"(.*\.)?({pattern})$", module) is not None
         except re.error as error:
@@ -187,8 +192,9 @@ def _setting(config: Mapping[str, Any], patterns: str, default: str, module: str
         if matches:
             value = own
             break
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _error(file, f"{default} of {module} is {value!r}: expected a number")
+    # The comparison is false for NaN, and right for an int that no float can hold.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+        raise _error(file, f"{default} of {module} is {value!r}: expected a number of float32")
     return value
 
 

@@ -286,7 +286,8 @@ def gemv(
     assert not (gated and residual is not None)
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     rows, warps = shape or ((2, 8) if norm is not None and not gated else (4, 4))
-    assert change is None or all(outputs % rows == 0 for outputs in change.outputs[:-1]), "outputs of two parts"
+    # A program of `gated` has the same outputs of both parts; any other has outputs of one part.
+    assert change is None or gated or all(n % rows == 0 for n in change.outputs[:-1]), "outputs of two parts"
     optional = weight if bias is None else bias, x if norm is None else norm, x if residual is None else residual
     sizes = {"N": n, "K": k, "ROWS": rows, "BK": block or min(BLOCK_K, triton.next_power_of_2(k))}
     options = {"NORM": norm is not None, "BIAS": bias is not None, "ADD": residual is not None, "GATED": gated}

@@ -160,9 +160,7 @@ class Rank:
 
     def _create_pool(self, message: RankMessage) -> None:
         self._kv, self._cache, self._attention = None, (), None  # frees the memory of the old pool
-        self._graphs = RankGraphs(
-            self._device, self._compute, self._adapters.wait_for_copies
-        )  # the old graphs read the old pool
+        self._graphs = self._new_graphs()  # the old graphs read the old pool
         assert self._model is not None
         layout = KVLayout(**message.fields["layout"]).of_rank(self._rank)
         self._kv = kv = KVPool(layout, message.fields["num_blocks"], self._device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.adapters.ops import AdapterOps
 from engine.adapters.packed import Adapter, pack_adapter
 from engine.adapters.peft import AdapterFile, LoraPair
 from engine.adapters.rows import NO_ADAPTER, AdapterRows, SlotMemory, StepAdapters
@@ -50,8 +51,9 @@ class Rig:
         dtype: torch.dtype = torch.float32,
         ranks: tuple[int, int, int] = (5, 16, 40),
         max_rank: int = MAX_RANK,
+        **fields: Any,  # Of config.json
     ) -> None:
-        spec = parse_spec(CONFIG, {})
+        spec = parse_spec(CONFIG | fields, {})
         self.plain = Decoder(spec, 64, device, dtype, fused=False)
         self.fused = Decoder(spec, 64, device, dtype, fused=True)
         randomize(self.plain, 1)
@@ -146,6 +148,17 @@ def test_other_operations_equal_torch(name: str, rig: Rig, gen: torch.Generator)
         results.append([kv, embedded, rows.expand_swiglu(rows.shrink(x, gate_up, layer.mlp_norm), base.clone())])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_one_row_whose_outputs_do_not_fill_the_last_program(gen: torch.Generator) -> None:
+    odd, x, found = Rig(CPU, intermediate_size=82), torch.randn(1, 48, generator=gen), list[Tensor]()
+    for model, kernels in ((odd.fused, True), (odd.plain, False)):
+        layer = model.layer_list[0]
+        ops = AdapterOps(model._ops, StepAdapters(odd.rows([2], kernels=kernels)))
+        gated = ops.norm_swiglu(x, layer.mlp_norm, layer.mlp.gate_up)
+        found += [gated, ops.add_linear(x.clone(), gated, layer.mlp.down)]
+    torch.testing.assert_close(found[:2], found[2:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("slot", range(SLOTS))

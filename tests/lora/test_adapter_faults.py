@@ -274,8 +274,11 @@ async def test_adapters_without_room_on_the_host_are_read_again(
         assert [len(adapters.evicted()) for adapters in pods] == [1, 1]
         for name in ("first", "second", "", "first", "second"):
             assert await cluster.ask(name or "tiny", prompt) == [expected[name]]
+        # Two at the start, and one for each change. The decode pod may have cached the prompts of the second round.
+        fewest, most = sorted(adapters.loads["loaded"] for adapters in pods)
+        assert fewest >= 4
+        assert most >= 5
         for adapters in pods:
-            assert adapters.loads["loaded"] >= 5, "two at the start, and one for each change"
             assert adapters.counts()["named"] == 1
             assert [entry.name for entry in adapters.entries()[0]] == ["first", "second"]
         cards = (await cluster.gw.http.get("/v1/models")).json()["data"]
@@ -304,3 +307,92 @@ async def test_an_adapter_in_use_is_pinned_and_the_one_used_longest_ago_is_evict
     pod.unload("bb", 2)
     assert pod.evicted() == [b"\xcc", b"\xdd"]
     assert pod.find("bb").digest == "bb"
+
+
+def sized_pod(root: Path, memory: int, *folders: str) -> PodAdapters:
+    """Returns a pod with room for `memory` bytes of adapters of 10 bytes each."""
+    pod, engine = pod_with(root, *folders)
+
+    def read(folder: Path) -> Any:
+        size = SimpleNamespace(nbytes=10)
+        return engine.known.setdefault(folder.name, SimpleNamespace(digest=folder.name, rank=4, numbers=size))
+
+    engine.read = read  # type: ignore[method-assign]
+    engine.warm_adapters = lambda: ((), 0)  # type: ignore[attr-defined]
+    pod._memory = memory
+    return pod
+
+
+async def test_requests_that_load_two_adapters_at_once_find_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gateways load with the version of the name. The call after the load finds the adapter, whatever came between."""
+    pod = sized_pod(tmp_path, 10, "aa", "bb")
+    for name in ("aa", "bb"):
+        await pod.load(AdapterEntry(name, "", path=name, version=1))
+    assert pod.evicted() == [b"\xaa"]
+    await asyncio.gather(*(pod.load(AdapterEntry(name, name, path=name, version=1)) for name in ("aa", "bb", "aa")))
+    assert pod.evicted() == []
+    monkeypatch.setattr(pod_adapters, "PIN_S", 0.0)
+    before = pod.entries()[1]
+    state = pod.state()
+    assert state is not None
+    assert (len(pod.evicted()), state.version > before) == (1, True), "their room is given up without another load"
+
+
+async def test_a_retired_adapter_leaves_the_memory_without_another_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = sized_pod(tmp_path, 0, "aa", "bb")
+    await pod.load(AdapterEntry("aa", "", path="aa", version=1))
+    pod.unload("aa", 2)
+    assert pod.counts()["retired"] == 1
+    monkeypatch.setattr(pod_adapters, "KEEP_S", 0.0)
+    await pod.load(AdapterEntry("bb", "bb", path="bb"))  # has no name here
+    assert "bb" not in pod._used, "only adapters with a name have a time of use"
+    pod._kept["aa"] = pod._kept["aa"][0], 0.0
+    pod._kept.move_to_end("aa", last=False)
+    pod.state()
+    assert pod.counts()["retired"] == 0
+
+
+def test_a_full_list_of_names_does_not_refuse_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_adapters, "MAX_NAMES", 1)
+    pod, _ = pod_with(tmp_path, "a")
+    pod.find_all()
+    pod.unload("other", 1)
+    assert [entry.name for entry in pod.entries()[0]] == ["a"]
+
+
+def test_an_empty_file_of_names_names_no_adapter(tmp_path: Path) -> None:
+    root, names = tmp_path / "adapters", tmp_path / "names.json"
+    _, engine = pod_with(root, "a")
+    names.write_text("{}")
+    made: Any = engine
+    pod = PodAdapters(made, AdapterSettings(adapter_dir=str(root), adapter_names=str(names)), "base")
+    pod.find_all()
+    assert pod.entries()[0] == []
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pod, _ = pod_with(tmp_path, "a")
+
+    def refused(_self: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        pod.find_all()
+    assert caught.value.field == "adapter_dir"
+
+
+async def test_two_meanings_of_one_version_are_ordered_as_gateways_order_them(tmp_path: Path) -> None:
+    for order in ("ab", "ba"):
+        pod, _ = pod_with(tmp_path / order, "a", "b")
+        for path in order:
+            await pod.load(AdapterEntry("name", "", path=path, version=1))
+        names = seen.KnownAdapters()
+        names.update(AdapterEntry("name", path, path=path, version=1) for path in order)
+        found = names.find("name")
+        assert found is not None
+        assert [(entry.name, entry.digest) for entry in pod.entries()[0]] == [("name", "b")] == [("name", found.digest)]

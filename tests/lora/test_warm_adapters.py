@@ -105,6 +105,7 @@ async def test_another_gateway_finds_the_warm_pod_in_redis(tmp_path: Path, monke
         return found
 
     monkeypatch.setattr(PodAdapters, "state", without_warm)
+    monkeypatch.setattr("gateway.pods.view.ADAPTER_COPY_S", 60.0)  # more than any queue of a slow machine
     async with one_node_cluster(tmp_path) as (_, url):
         fields = {"redis": url}
         async with adapter_cluster(files, prefill=2, prefill_config=fields, decode_config=fields, redis=url) as cluster:
