@@ -140,9 +140,9 @@ def test_a_mount_that_hangs_delays_one_prompt_a_little_and_then_none(
     assert tier_of(reader).wait_idle(WAIT_S)
     real = SharedStore._exists
 
-    def hang(store: SharedStore, key: bytes) -> bool:
+    def hang(store: SharedStore, key: bytes, folder: int | None = None) -> bool:
         assert over.wait(60.0)
-        return real(store, key)
+        return real(store, key, folder)
 
     monkeypatch.setattr(SharedStore, "_exists", hang)
     try:
