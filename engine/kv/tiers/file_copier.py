@@ -110,13 +110,19 @@ class FileCopier:
     def _read(self, load: FileLoad) -> None:
         began, intact, pause_s = time.monotonic(), 0, 0.0
         try:
-            if not self._store.searches or self._tier.narrow(load, self._store.find(load.keys)):
+            if not self._store.searches or self._find(load):
                 intact = self._store.read(load.keys, [memoryview(self._rows[block]) for block in load.host_blocks])
                 self._host.record_checksums(load.host_blocks[:intact])
         except OSError as error:
             _, pause_s = self._pause(error, self._tier.reads, "%s gives no KV blocks for %g s: %s")
         finally:
             self._tier.finish_load(load, intact, time.monotonic() - began, pause_s=pause_s)
+
+    def _find(self, load: FileLoad) -> bool:
+        """Looks for the blocks of a load. Returns whether some of them are to be read. Raises OSError."""
+        began = time.monotonic()
+        found = self._store.find(load.keys)
+        return self._tier.narrow(load, found, time.monotonic() - began)
 
     def _pause(self, error: OSError, pause: Pause, text: str) -> tuple[bool, float]:
         """Returns whether the store gave no answer in time, and the seconds to leave it alone.
