@@ -109,7 +109,7 @@ class BlockLedger:
                 on_stored=callbacks.get("on_host_stored", _no_callback),
                 on_evicted=callbacks.get("on_host_evicted", _no_callback),
             )
-            self.host_tier.on_copied = lambda: self.on_progress()
+            self.host_tier.on_copied = self._tell_progress
 
     def check_integrity(self) -> None:
         """Recomputes all counts from leases, pins and fences. Raises InternalError with the first five defects."""
@@ -117,6 +117,10 @@ class BlockLedger:
             defects = self._inconsistencies()
         if defects:
             raise InternalError("block pool is inconsistent: " + "; ".join(defects[:5]))
+
+    def _tell_progress(self) -> None:
+        """Tells the engine that a load or a copy has ended."""
+        self.on_progress()
 
     def _num_allocatable(self) -> int:
         """Returns the number of free and evictable blocks."""

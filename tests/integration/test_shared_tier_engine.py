@@ -14,6 +14,7 @@ import torch
 
 from common.errors import ConfigError
 from common.types import SamplingParams
+from engine import loop
 from engine.kv.tiers import file_copier, shared_store
 from engine.kv.tiers.file_tier import FileTier
 from engine.kv.tiers.shared_store import SharedStore
@@ -82,6 +83,17 @@ def test_an_engine_that_never_computed_the_prompts_reads_them(
     assert stats.damaged == stats.failures == 0
     assert reader.engine.counters.prompt_tokens <= len(PROMPTS) * 2 * BLOCK, "only the ends are computed"
     assert tier_of(reader).read_rate > 0
+
+
+def test_the_engine_goes_on_as_soon_as_a_search_a_read_or_a_copy_has_ended(
+    make: Make, writer: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "NO_BLOCKS_SLEEP_S", 3_600.0)
+    reader = make()
+    assert answers(reader) == expected
+    assert tier_of(reader).stats().loaded >= len(PROMPTS) * 14
+    reader.generate([prompt_of(60, seed=99)], GREEDY, ignore_eos=True)
+    assert tier_of(reader).stats().absent == 1
 
 
 def test_a_reader_with_a_disk_tier_goes_on_where_its_disk_ends(
@@ -211,11 +223,14 @@ def test_four_bit_blocks_are_shared_among_pods_with_the_codec_only(make: Make, t
         ({"host_cache": 4 * BLOCK_BYTES}, "host_cache"),
         ({"host_cache": 128 * BLOCK_BYTES, "shared_cache_size": 100 * BLOCK_BYTES}, "shared_cache_size"),
         ({"host_cache": 128 * BLOCK_BYTES, "tensor_parallel_size": 2}, "shared_cache"),
+        ({"host_cache": 128 * BLOCK_BYTES, "disk_cache": "same"}, "shared_cache"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
     model_dir: Path, tmp_path: Path, settings: dict[str, Any], field: str
 ) -> None:
+    if "disk_cache" in settings:
+        settings = settings | {"disk_cache": str(tmp_path)}
     with pytest.raises(ConfigError) as refused:
         LLM(model_dir, block_size=BLOCK, num_blocks=24, shared_cache=str(tmp_path), **settings)
     assert refused.value.field == field

@@ -67,6 +67,13 @@ def open_store(directory: Path) -> Iterator[Callable[..., SharedStore]]:
         store.close()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine lets no call time out."""
+    for name in ("FIND_TIMEOUT_S", "READ_TIMEOUT_S", "WRITE_TIMEOUT_S"):
+        monkeypatch.setattr(shared_store, name, 30.0)
+
+
 def files_of(store: SharedStore) -> list[Path]:
     return sorted(store.directory.glob("*/*.kv"))
 

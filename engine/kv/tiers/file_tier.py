@@ -9,8 +9,9 @@ the work of each.
 
 A block is written once it is in the host, after the blocks before it; no request waits for that. A block that the host
 forgets earlier is not written. A prompt whose cached prefix may go on in files waits for a *load* into the host, if
-reading takes less time than computing by the measured rates of both. Other sequences run meanwhile. Then the prompt is
-matched again, so a load that fails or comes late costs computing, and nothing else depends on it.
+reading takes less time than computing by the measured rates of both. It never waits longer than computing would take.
+Other sequences run meanwhile. Then the prompt is matched again, so a load that fails or comes late costs computing, and
+nothing else depends on it.
 """
 
 from __future__ import annotations
