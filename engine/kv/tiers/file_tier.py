@@ -345,7 +345,7 @@ class FileTier:
             if not self._saves_time(load, len(keys)):
                 self._stats.computed += 1
                 return False
-            load.set_range(held, keys, 0.0)
+            load.set_range(held, keys, self._worth_s(load, len(keys), MIN_WAIT_S))  # any thread may ask for `done`
             return self._reserve(load)
 
     def finish_load(self, load: FileLoad, intact: int, seconds: float, *, pause_s: float = 0.0) -> None:
