@@ -6,7 +6,8 @@
 
 The fingerprint names model, weights, dtype, layout and codec; a hash covers tokens, tenant and adapter. So equal names
 mean equal content. A file is a segment (segment_format.py) with one record. A reader checks its header, hash and CRC,
-so a file that is cut, damaged or foreign is a miss. Each call to the file system runs on deadline_workers.py.
+so a file that is cut, damaged or foreign is a miss. Each call to the file system runs on deadline_workers.py, and
+shared_folders.py has those that concern a folder as a whole.
 
 The lock only bounds the bytes: each folder has its part of `max_bytes`, and a pod counts a block and creates its file
 before it writes it. A pod that needs room removes the files of the folder that were unused for the longest time, of
