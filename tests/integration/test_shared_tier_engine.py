@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,28 @@ def test_a_mount_that_hangs_delays_one_prompt_a_little_and_then_none(
         assert tier.closed
     finally:
         over.set()
+
+
+def test_a_stop_waits_for_both_threads_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = time.monotonic(), list[float]()
+
+    class HungThread:
+        def join(self, timeout_s: float) -> None:
+            nonlocal now
+            waits.append(timeout_s)
+            now += timeout_s
+
+        def is_alive(self) -> bool:
+            return True
+
+    tier = tier_of(make())
+    copier = object.__new__(file_copier.FileCopier)
+    copier.__dict__.update(_host=SimpleNamespace(tier=tier._host), _tier=tier, _stopped=False)
+    copier.__dict__["_threads"] = [HungThread(), HungThread()]
+    monkeypatch.setattr(file_copier, "time", SimpleNamespace(monotonic=lambda: now))
+    copier.stop()
+    assert sum(waits) == pytest.approx(file_copier.FLUSH_S + file_copier.STOP_S)
+    assert tier.closed
 
 
 def test_a_directory_that_cannot_be_used_costs_the_shared_tier_only(

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_S, RETRY_S = 30.0, 1.0
 FLUSH_S = 5.0  # Longest time in which `stop` writes what is not in files yet
-STOP_S = 10.0  # Longest wait of `stop` for a thread beyond that
+STOP_S = 10.0  # Longest wait of `stop` for both threads beyond that
 MAX_SLOTS = 64  # Pods that share one directory
 LOCK_FILE = "lock"
 
@@ -57,9 +57,10 @@ class FileCopier:
         """Writes idle blocks for at most FLUSH_S, and ends the threads. Idempotent."""
         self._host.tier.save_all()
         self._tier.stop(FLUSH_S)
+        until = time.monotonic() + FLUSH_S + STOP_S
         for thread in self._threads:
             if thread is not threading.current_thread():  # a garbage collection on that thread may call this
-                thread.join(FLUSH_S + STOP_S)
+                thread.join(max(0.0, until - time.monotonic()))
         self._tier.close()
         if not self._stopped:
             self._stopped = True
