@@ -167,6 +167,29 @@ def test_a_batch_of_writes_has_a_bounded_number_of_blocks(
     pods[1].end_write()
 
 
+def test_writes_begin_after_a_delay_and_at_a_stop_at_once(
+    pods: list[SharedCaches], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = pods[1].tier
+    monkeypatch.setattr(file_tier, "WRITE_DELAY_S", 0.02)
+    assert pods[1].pool.host_tier is not None
+    pods[1].pool.host_tier.save_all()
+    pods[1].prompt(8, 1, 2, 3, waits=False)
+    pods[1].copier.run()
+    assert tier._write_at > 0.0
+    writes = tier.next_writes()
+    assert writes
+    assert time.monotonic() >= tier._write_at
+    tier.finish_writes(writes, 0)
+    monkeypatch.setattr(file_tier, "WRITE_DELAY_S", 3_600.0)
+    pods[1].prompt(9, 1, 2, 3, waits=False)
+    pods[1].copier.run()
+    tier.stop(20.0)
+    writes = tier.next_writes()
+    assert writes, "the process ends"
+    tier.finish_writes(writes, 0)
+
+
 def test_no_prompt_waits_for_a_store_that_has_failed(pods: list[SharedCaches]) -> None:
     pod = pods[1]
     first, second = (pod.pool.load_from_files(chain(number, 1, 2, 3)) for number in (0, 1))

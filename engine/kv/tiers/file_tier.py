@@ -31,6 +31,7 @@ from engine.kv.tiers.host_tier import NO_PARENT, HostTier
 MIN_HOST_BLOCKS = 16  # A smaller host tier has no room for blocks under way
 MAX_LOADS = 64  # Loads that wait for the thread; further prompts are computed
 WRITE_BATCH_BYTES, WRITE_BATCH = 64 << 20, 256  # Bytes and blocks of one batch; a slow file server writes small ones
+WRITE_DELAY_S = 0.05  # Blocks of an answer come at its end; without this their writes would slow down its last token
 MAX_TRIES = 256  # Blocks that one search for a batch looks at
 WAIT_FACTOR, MIN_WAIT_S, MAX_WAIT_S = 4.0, 0.5, 10.0  # A prompt waits for a load for so many times its predicted time
 
@@ -103,6 +104,7 @@ class FileTier:
         self._rewritten: set[bytes] = set()  # Blocks of the host that were written again: each is at most once
         self.write_epoch = 0  # Epoch of the store when the writes under way were chosen
         self._writing = self._reading = False
+        self._write_at = 0.0  # No write begins before, unless the tier stops
         self._loads: deque[FileLoad] = deque()  # Loads that wait, and the one under way, which is the first
         self.rate = ReadRate()
         self.search_rate = ReadRate()  # In searches instead of bytes
@@ -120,6 +122,8 @@ class FileTier:
         """Called when full blocks have their copy in the host."""
         if self.closed:
             return
+        if not self._unwritten:
+            self._write_at = time.monotonic() + WRITE_DELAY_S
         for key in keys:
             if key not in self.store:
                 self._unwritten[key] = None
@@ -235,14 +239,15 @@ class FileTier:
                 now = time.monotonic()
                 if self.closed or (self._stop_at is not None and now >= self._stop_at):
                     return None
-                if not self.writes.active:
+                delay_s = 0.0 if self._stop_at is not None or self.store.has_chores else self._write_at - now
+                if not self.writes.active and delay_s <= 0:
                     writes = [] if self.store.has_chores else self._choose_writes()
                     if writes or self.store.has_chores:
                         self._writing = True
                         return writes
                 if self._stop_at is not None and (self.writes.until >= self._stop_at or not self._host.busy):
                     return None
-                paused_s = max(0.0, self.writes.until - now)
+                paused_s = max(0.0, self.writes.until - now, delay_s)
                 left_s = None if self._stop_at is None else max(0.0, self._stop_at - now)
                 waits = [seconds for seconds in (paused_s or None, left_s) if seconds is not None]
                 self._changed.wait(min(waits, default=None))
