@@ -34,6 +34,7 @@ from pod.runtime import PodRuntime
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+FILE_WAIT_S = 3.0  # Longest wait of Reserve for blocks from files; a gateway waits 5 s for the answer
 RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0  # Bounds of the time after which a rejected client should retry.
 
 
@@ -89,7 +90,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
         hash_prompt = functools.cache(lambda: pod.prompt_hashes(valid))  # the decision may be tried again
         load = self._admission.load_from_files(valid, hash_prompt, cost)
-        await retry_while(lambda: load.done, lambda done: not done)
+        await retry_while(lambda: load.done, lambda done: not done, FILE_WAIT_S)
         result = await retry_while(decide, lambda found: isinstance(found, Rejected) and found.temporary)
         if isinstance(result, Rejected):
             return self._rejected(result.reason)

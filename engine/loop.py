@@ -29,7 +29,8 @@ from engine.schedule.sequence import Sequence
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_S = 1.0  # Longest sleep without a message
-NO_BLOCKS_SLEEP_S = 0.002  # Sleep while all sequences wait for blocks that are leased or pinned elsewhere
+#: Longest sleep while all sequences wait for blocks that are leased or pinned elsewhere; a copy that ends, ends it.
+NO_BLOCKS_SLEEP_S = 0.002
 #: A message to the engine's thread: `run` is called there, or `refuse` if the loop has ended before.
 Message = tuple[Callable[[], None], Callable[[BatonError], None]]
 
@@ -45,6 +46,7 @@ class EngineLoop:
         self._stopping = self._closed = False
         self._send_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        engine.pool.on_progress = self._wake.set
 
     def start(self) -> None:
         self._thread.start()

@@ -10,7 +10,8 @@ from typing import Generic, Protocol, TypeVar
 from common.errors import BatonError
 
 DEFAULT_DEADLINE_S = 600.0  # Deadline of callers without a gRPC timeout
-RETRY_LIMIT_S, POLL_S = 0.5, 0.002  # Limit of retry_while, and the time between its tries.
+RETRY_LIMIT_S = 0.5  # Limit of retry_while
+FIRST_POLL_S, POLL_S = 0.00025, 0.002  # Time between the first tries of retry_while, and between later ones
 
 
 class PodRequest(Protocol):
@@ -98,8 +99,10 @@ class RequestRegistry(Generic[R]):
 async def retry_while(ask: Callable[[], T], temporary: Callable[[T], bool], limit_s: float | None = None) -> T:
     """Calls `ask` again while `temporary` is true for its answer, for at most limit_s (None: RETRY_LIMIT_S) seconds."""
     until = time.monotonic() + (RETRY_LIMIT_S if limit_s is None else limit_s)
+    pause_s = FIRST_POLL_S
     while True:
         answer = ask()
         if not temporary(answer) or time.monotonic() >= until:
             return answer
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(POLL_S, 2 * pause_s)

@@ -223,6 +223,8 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
                 raise ConfigError(f"{problem}: each rank has its own part of a block", field=name)
             if directory is not None and not self.host_cache:
                 raise setting_error(name, "needs host_cache: blocks go to files by way of host memory")
+        if self.shared_cache is not None and self.shared_cache == self.disk_cache:
+            raise setting_error("shared_cache", f"needs another directory than disk_cache {self.disk_cache}")
 
     def _check_deterministic(self) -> None:
         """Raises ConfigError for settings with which bits would depend on the batch, or are not proven."""

@@ -39,6 +39,7 @@ class BlockPool(BlockLedger):
         host_tier = self.host_tier
         assert host_tier is not None
         tier = FileTier(self.lock, self._cache, host_tier, store, self.block_size)
+        tier.on_load_ended = self._tell_progress
         host_tier.next_tiers.append(tier)
         host_tier.pin_for_read = lambda blocks: BlockPin(self, blocks, is_writer=False).release_locked
         return tier

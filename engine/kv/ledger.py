@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, TypedDict, Unpack
 
 from common.errors import InternalError
@@ -95,6 +95,8 @@ class BlockLedger:
         self._on_evicted = callbacks.get("on_evicted", _no_callback)
         self.disk_tier: FileTier | None = None  # Files of this pod
         self.shared_tier: FileTier | None = None  # Files of all pods
+        #: Called under the lock when a load or a copy has ended for which a sequence may wait. Must not block.
+        self.on_progress: Callable[[], None] = lambda: None
         self.host_tier: HostTier | None = None
         if host_blocks:
             self.host_tier = HostTier(
@@ -107,6 +109,7 @@ class BlockLedger:
                 on_stored=callbacks.get("on_host_stored", _no_callback),
                 on_evicted=callbacks.get("on_host_evicted", _no_callback),
             )
+            self.host_tier.on_copied = self._tell_progress
 
     def check_integrity(self) -> None:
         """Recomputes all counts from leases, pins and fences. Raises InternalError with the first five defects."""
@@ -114,6 +117,10 @@ class BlockLedger:
             defects = self._inconsistencies()
         if defects:
             raise InternalError("block pool is inconsistent: " + "; ".join(defects[:5]))
+
+    def _tell_progress(self) -> None:
+        """Tells the engine that a load or a copy has ended."""
+        self.on_progress()
 
     def _num_allocatable(self) -> int:
         """Returns the number of free and evictable blocks."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from common.errors import ConfigError
 from common.types import SamplingParams
+from engine import loop
 from engine.kv.tiers import file_copier, shared_store
 from engine.kv.tiers.file_tier import FileTier
 from engine.kv.tiers.shared_store import SharedStore
@@ -84,6 +86,17 @@ def test_an_engine_that_never_computed_the_prompts_reads_them(
     assert tier_of(reader).read_rate > 0
 
 
+def test_the_engine_goes_on_as_soon_as_a_search_a_read_or_a_copy_has_ended(
+    make: Make, writer: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "NO_BLOCKS_SLEEP_S", 3_600.0)
+    reader = make()
+    assert answers(reader) == expected
+    assert tier_of(reader).stats().loaded >= len(PROMPTS) * 14
+    reader.generate([prompt_of(60, seed=99)], GREEDY, ignore_eos=True)
+    assert tier_of(reader).stats().absent == 1
+
+
 def test_a_reader_with_a_disk_tier_goes_on_where_its_disk_ends(
     make: Make, writer: LLM, expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -140,9 +153,9 @@ def test_a_mount_that_hangs_delays_one_prompt_a_little_and_then_none(
     assert tier_of(reader).wait_idle(WAIT_S)
     real = SharedStore._exists
 
-    def hang(store: SharedStore, key: bytes) -> bool:
+    def hang(store: SharedStore, key: bytes, folder: int | None = None) -> bool:
         assert over.wait(60.0)
-        return real(store, key)
+        return real(store, key, folder)
 
     monkeypatch.setattr(SharedStore, "_exists", hang)
     try:
@@ -161,6 +174,28 @@ def test_a_mount_that_hangs_delays_one_prompt_a_little_and_then_none(
         assert tier.closed
     finally:
         over.set()
+
+
+def test_a_stop_waits_for_both_threads_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits = time.monotonic(), list[float]()
+
+    class HungThread:
+        def join(self, timeout_s: float) -> None:
+            nonlocal now
+            waits.append(timeout_s)
+            now += timeout_s
+
+        def is_alive(self) -> bool:
+            return True
+
+    tier = tier_of(make())
+    copier = object.__new__(file_copier.FileCopier)
+    copier.__dict__.update(_host=SimpleNamespace(tier=tier._host), _tier=tier, _stopped=False)
+    copier.__dict__["_threads"] = [HungThread(), HungThread()]
+    monkeypatch.setattr(file_copier, "time", SimpleNamespace(monotonic=lambda: now))
+    copier.stop()
+    assert sum(waits) == pytest.approx(file_copier.FLUSH_S + file_copier.STOP_S)
+    assert tier.closed
 
 
 def test_a_directory_that_cannot_be_used_costs_the_shared_tier_only(
@@ -211,11 +246,14 @@ def test_four_bit_blocks_are_shared_among_pods_with_the_codec_only(make: Make, t
         ({"host_cache": 4 * BLOCK_BYTES}, "host_cache"),
         ({"host_cache": 128 * BLOCK_BYTES, "shared_cache_size": 100 * BLOCK_BYTES}, "shared_cache_size"),
         ({"host_cache": 128 * BLOCK_BYTES, "tensor_parallel_size": 2}, "shared_cache"),
+        ({"host_cache": 128 * BLOCK_BYTES, "disk_cache": "same"}, "shared_cache"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
     model_dir: Path, tmp_path: Path, settings: dict[str, Any], field: str
 ) -> None:
+    if "disk_cache" in settings:
+        settings = settings | {"disk_cache": str(tmp_path)}
     with pytest.raises(ConfigError) as refused:
         LLM(model_dir, block_size=BLOCK, num_blocks=24, shared_cache=str(tmp_path), **settings)
     assert refused.value.field == field

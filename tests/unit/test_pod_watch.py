@@ -160,6 +160,7 @@ def test_the_heart_does_not_beat_while_the_device_ends_no_step() -> None:
         device = SimpleNamespace(type="cpu")
         failure = None
         scheduler = SimpleNamespace(request_ids=list)
+        pool = SimpleNamespace()
 
         @property
         def has_work(self) -> bool:

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.tiers import shared_store
+from engine.kv.tiers import shared_folders, shared_store
 from engine.kv.tiers.block_store import StoredBlock
 from engine.kv.tiers.deadline_workers import DeadlineWorkers
-from engine.kv.tiers.shared_store import COUNTER, NUM_FOLDERS, SharedStore
+from engine.kv.tiers.shared_folders import COUNTER, NUM_FOLDERS
+from engine.kv.tiers.shared_store import SharedStore
 
 BLOCK_BYTES = 64
 FINGERPRINT = "ab" * 16
@@ -64,6 +65,13 @@ def open_store(directory: Path) -> Iterator[Callable[..., SharedStore]]:
     yield make
     for store in stores:
         store.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine lets no call time out."""
+    for name in ("FIND_TIMEOUT_S", "READ_TIMEOUT_S", "WRITE_TIMEOUT_S"):
+        monkeypatch.setattr(shared_store, name, 30.0)
 
 
 def files_of(store: SharedStore) -> list[Path]:
@@ -167,9 +175,9 @@ def test_what_a_pod_that_ended_has_not_finished_is_removed(open_store: Callable[
 def test_a_folder_that_another_pod_locks_takes_no_block(
     open_store: Callable[..., SharedStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_store, "LOCK_WAIT_S", 0.02)
+    monkeypatch.setattr(shared_folders, "LOCK_WAIT_S", 0.02)
     store, key = open_store(), key_of(1, folder=5)
-    with store._locked(5) as counter:
+    with store._folders.opened(5, create=True) as folder, store._folders.locked(folder, 5) as counter:
         assert counter is not None
         assert store.append([block(key), block(KEYS[0])]) == 1
     assert key not in store
@@ -182,7 +190,7 @@ def test_without_locks_blocks_are_written(
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(shared_store.fcntl, "flock", refuse)
+    monkeypatch.setattr(shared_folders.fcntl, "flock", refuse)
     store = open_store()
     assert store.append([block(key) for key in KEYS]) == 30
     assert caplog.text.count("no file locks") == 1
@@ -200,6 +208,140 @@ def test_a_reset_removes_the_files_and_hides_them_before(open_store: Callable[..
     assert files_of(store) == []
     assert store.size == 0
     assert store.append([block(key) for key in KEYS]) == 30
+
+
+def link_to_folder(shared: Path, outside: Path) -> None:
+    (shared / "05").symlink_to(outside)
+
+
+def link_to_counter(shared: Path, outside: Path) -> None:
+    (shared / "05").mkdir()
+    (shared / "05" / COUNTER).symlink_to(outside / "notes.txt")
+
+
+def second_name_of_counter(shared: Path, outside: Path) -> None:
+    (shared / "05").mkdir()
+    (shared / "05" / COUNTER).hardlink_to(outside / "notes.txt")
+
+
+def file_for_folder(shared: Path, outside: Path) -> None:
+    (shared / "05").touch()
+
+
+def pipe_for_counter(shared: Path, outside: Path) -> None:
+    (shared / "05").mkdir()
+    os.mkfifo(shared / "05" / COUNTER)
+
+
+def folder_for_counter(shared: Path, outside: Path) -> None:
+    (shared / "05" / COUNTER).mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        link_to_folder,
+        link_to_counter,
+        second_name_of_counter,
+        file_for_folder,
+        pipe_for_counter,
+        folder_for_counter,
+    ],
+)
+def test_what_no_pod_has_made_costs_one_folder_and_leads_nowhere(
+    directory: Path,
+    tmp_path: Path,
+    open_store: Callable[..., SharedStore],
+    plant: Callable[[Path, Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keys = [key_of(number, folder=5) for number in range(9)]
+    outside = {
+        "notes.txt": b"5",
+        "old.tmp": b"6",
+        f"{keys[0].hex()}.kv": b"7",
+        f"{keys[1].hex()}.kv": b"8" * FILE_BYTES,
+    }
+    for name, content in outside.items():
+        (tmp_path / name).write_bytes(content)
+        os.utime(tmp_path / name, (1_000, 1_000))
+    shared = directory / FINGERPRINT
+    shared.mkdir()
+    plant(shared, tmp_path)
+    store = open_store(MIN_BYTES)
+    for _ in range(2):
+        assert store.append([block(key) for key in [*keys, key_of(1, folder=6)]]) <= 1
+        assert read(store, keys) == read(store, keys[1:]) == 0
+    assert read(store, [key_of(1, folder=6)]) == 1, "the other folders work"
+    assert caplog.text.count("was not made by a pod") == 1
+    store.clear()
+    store.append([])
+    assert not store.has_chores
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == outside
+    assert all(path.stat().st_mtime == 1_000 for path in tmp_path.iterdir())
+
+
+def test_entries_with_odd_names_sizes_and_kinds_stay_or_go_and_stop_nothing(
+    open_store: Callable[..., SharedStore],
+) -> None:
+    store, keys = open_store(MIN_BYTES), [key_of(number, folder=5) for number in range(12)]
+    store.append([block(keys[0])])
+    folder = store.directory / "05"
+    (folder / COUNTER).write_bytes(b"-9")  # else the folder would never be full
+    huge = [folder / f"{keys[1].hex()}.kv", folder / "notes", folder / ".abc.tmp"]
+    for path in huge:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    (folder / f"{keys[2].hex()}.kv").mkdir()
+    (folder / f"{keys[3].hex()}.kv").symlink_to("/etc/passwd")
+    os.mkfifo(folder / f"{keys[4].hex()}.kv")
+    os.mkfifo(folder / ".old.tmp")
+    os.utime(folder / ".old.tmp", (1_000, 1_000))
+    assert store.find([keys[1]]) == store.find([keys[2]]) == store.find([keys[3]]) == store.find([keys[4]]) == 0
+    assert [read(store, [key]) for key in keys[2:5]] == [0, 0, 0]
+    assert store.append([block(key) for key in keys[1:2] + keys[5:]]) >= 3
+    assert not huge[0].exists() or huge[0].stat().st_size == FILE_BYTES, "it has the name of a block, so it is removed"
+    assert huge[1].exists(), "it is not ours"
+    assert store.append([block(key) for key in keys[2:5]]) == 2, "the directory keeps its name; links and pipes do not"
+    assert read(store, [keys[4]]) == 1
+    whole = [path for path in files_of(store) if path.is_file() and path.stat().st_size == FILE_BYTES]
+    assert len(whole) <= 4
+
+
+def test_a_huge_counter_is_not_read_into_memory(directory: Path, open_store: Callable[..., SharedStore]) -> None:
+    counter = directory / FINGERPRINT / "05" / COUNTER
+    counter.parent.mkdir(parents=True)
+    with counter.open("wb") as file:
+        file.truncate(1 << 40)
+    store = open_store()
+    assert store.size == 0
+    assert store.append([block(key_of(1, folder=5))]) == 1
+
+
+def test_a_reset_of_many_files_goes_on_with_the_next_chores(
+    open_store: Callable[..., SharedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    store.append([block(key) for key in KEYS])
+    store.clear()
+    monkeypatch.setattr(shared_store, "MAX_REMOVE_S", -1.0)
+    assert store.append([block(KEYS[0])]) == 0
+    assert store.has_chores, "the time was over before the first file"
+    assert store.match(KEYS) == 0
+    monkeypatch.undo()
+    assert store.append([]) == 0
+    assert not store.has_chores
+    assert files_of(store) == []
+
+
+def test_a_long_search_ends_with_what_it_has_found(
+    open_store: Callable[..., SharedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    store.append([block(key) for key in KEYS])
+    monkeypatch.setattr(shared_store, "MAX_FIND_S", 0.0)
+    assert store.find(KEYS) == 1
+    assert KEYS[0] in store
 
 
 class Hang:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.kv.tiers import file_tier, shared_store
 from engine.kv.tiers.block_store import BlockStore
 from engine.kv.tiers.file_tier import FileTier
 from engine.kv.tiers.shared_store import SharedStore
@@ -63,6 +64,14 @@ def pods(directory: Path) -> Iterator[list[SharedCaches]]:
         pod.store.close()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine makes no load late."""
+    monkeypatch.setattr(file_tier, "MIN_WAIT_S", 20.0)
+    for name in ("FIND_TIMEOUT_S", "READ_TIMEOUT_S", "WRITE_TIMEOUT_S"):
+        monkeypatch.setattr(shared_store, name, 20.0)
+
+
 def test_a_prompt_that_another_pod_has_computed_is_read(pods: list[SharedCaches]) -> None:
     assert pods[1].prompt(2, 1, 2, 3, waits=True) == 4
     stats = pods[1].tier.stats()
@@ -101,6 +110,84 @@ def test_two_prompts_with_the_same_start_wait_for_one_load(pods: list[SharedCach
     pods[1].end_load()
     assert all(load.done for load in loads)
     assert pods[1].tier.stats().searches == 1
+
+
+def test_a_prompt_waits_no_longer_than_computing_takes(pods: list[SharedCaches]) -> None:
+    tier = pods[1].tier
+    tier.compute_s = lambda tokens: 0.01
+    load = pods[1].pool.load_from_files(chain(2, 1, 2, 3))
+    assert load.expires_at <= time.monotonic() + 0.01
+    while not load.done:
+        time.sleep(0.001)
+    tier.compute_s = lambda tokens: 30.0
+    assert pods[1].prompt(0, 1, 2, 3, waits=True) == 4
+    assert tier.stats().late == 1, "the thread has left out the first load"
+
+
+def test_a_search_that_takes_longer_than_computing_is_not_made(pods: list[SharedCaches]) -> None:
+    tier = pods[1].tier
+    tier.search_rate.observe(1, 9.0)
+    tier.compute_s = lambda tokens: 8.0
+    assert pods[1].pool.load_from_files(chain(2, 1, 2, 3)).done
+    assert tier.stats().computed == 1
+    tier.compute_s = lambda tokens: 10.0
+    assert pods[1].prompt(2, 1, 2, 3, waits=True) == 4
+
+
+def test_no_prompt_waits_behind_a_load_that_hangs(pods: list[SharedCaches]) -> None:
+    first = pods[1].pool.load_from_files(chain(2, 1, 2, 3))
+    assert pods[1].tier.next_load() is first
+    second = pods[1].pool.load_from_files(chain(0, 1, 2, 3))
+    assert not second.done
+    first.expires_at = time.monotonic() - 2 * file_tier.MIN_WAIT_S
+    assert pods[1].pool.load_from_files(chain(1, 1, 2, 3)).done
+    pods[1].tier.finish_load(first, 0, 40.0)
+    assert not pods[1].pool.load_from_files(chain(3, 1, 2, 3)).done, "the files answer again"
+
+
+def test_the_end_of_each_load_and_copy_is_told(pods: list[SharedCaches]) -> None:
+    told: list[int] = []
+    pods[1].pool.on_progress = lambda: told.append(1)
+    assert pods[1].prompt(9, 9, 9, waits=True) == 0
+    assert len(told) == 1
+    assert pods[1].prompt(2, 1, 2, 3, waits=True) == 4
+    pods[1].copier.run()
+    assert len(told) >= 3
+
+
+def test_a_batch_of_writes_has_a_bounded_number_of_blocks(
+    pods: list[SharedCaches], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_tier, "WRITE_BATCH", 2)
+    pods[1].prompt(8, 1, 2, 3, waits=False)
+    pods[1].prompt(9, 1, 2, 3, waits=False)
+    pods[1].copier.run()
+    pods[1].begin_write()
+    assert len(pods[1].writes) == 2
+    pods[1].end_write()
+
+
+def test_writes_begin_after_a_delay_and_at_a_stop_at_once(
+    pods: list[SharedCaches], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = pods[1].tier
+    monkeypatch.setattr(file_tier, "WRITE_DELAY_S", 0.02)
+    assert pods[1].pool.host_tier is not None
+    pods[1].pool.host_tier.save_all()
+    pods[1].prompt(8, 1, 2, 3, waits=False)
+    pods[1].copier.run()
+    assert tier._write_at > 0.0
+    writes = tier.next_writes()
+    assert writes
+    assert time.monotonic() >= tier._write_at
+    tier.finish_writes(writes, 0)
+    monkeypatch.setattr(file_tier, "WRITE_DELAY_S", 3_600.0)
+    pods[1].prompt(9, 1, 2, 3, waits=False)
+    pods[1].copier.run()
+    tier.stop(20.0)
+    writes = tier.next_writes()
+    assert writes, "the process ends"
+    tier.finish_writes(writes, 0)
 
 
 def test_no_prompt_waits_for_a_store_that_has_failed(pods: list[SharedCaches]) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_S, RETRY_S = 30.0, 1.0
 FLUSH_S = 5.0  # Longest time in which `stop` writes what is not in files yet
-STOP_S = 10.0  # Longest wait of `stop` for a thread beyond that
+STOP_S = 10.0  # Longest wait of `stop` for both threads beyond that
 MAX_SLOTS = 64  # Pods that share one directory
 LOCK_FILE = "lock"
 
@@ -57,9 +57,10 @@ class FileCopier:
         """Writes idle blocks for at most FLUSH_S, and ends the threads. Idempotent."""
         self._host.tier.save_all()
         self._tier.stop(FLUSH_S)
+        until = time.monotonic() + FLUSH_S + STOP_S
         for thread in self._threads:
             if thread is not threading.current_thread():  # a garbage collection on that thread may call this
-                thread.join(FLUSH_S + STOP_S)
+                thread.join(max(0.0, until - time.monotonic()))
         self._tier.close()
         if not self._stopped:
             self._stopped = True
@@ -110,13 +111,19 @@ class FileCopier:
     def _read(self, load: FileLoad) -> None:
         began, intact, pause_s = time.monotonic(), 0, 0.0
         try:
-            if not self._store.searches or self._tier.narrow(load, self._store.find(load.keys)):
+            if not self._store.searches or self._find(load):
                 intact = self._store.read(load.keys, [memoryview(self._rows[block]) for block in load.host_blocks])
                 self._host.record_checksums(load.host_blocks[:intact])
         except OSError as error:
             _, pause_s = self._pause(error, self._tier.reads, "%s gives no KV blocks for %g s: %s")
         finally:
             self._tier.finish_load(load, intact, time.monotonic() - began, pause_s=pause_s)
+
+    def _find(self, load: FileLoad) -> bool:
+        """Looks for the blocks of a load. Returns whether some of them are to be read. Raises OSError."""
+        began = time.monotonic()
+        found = self._store.find(load.keys)
+        return self._tier.narrow(load, found, time.monotonic() - began)
 
     def _pause(self, error: OSError, pause: Pause, text: str) -> tuple[bool, float]:
         """Returns whether the store gave no answer in time, and the seconds to leave it alone.

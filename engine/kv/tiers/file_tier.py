@@ -9,8 +9,9 @@ the work of each.
 
 A block is written once it is in the host, after the blocks before it; no request waits for that. A block that the host
 forgets earlier is not written. A prompt whose cached prefix may go on in files waits for a *load* into the host, if
-reading takes less time than computing by the measured rates of both. Other sequences run meanwhile. Then the prompt is
-matched again, so a load that fails or comes late costs computing, and nothing else depends on it.
+reading takes less time than computing by the measured rates of both. It never waits longer than computing would take.
+Other sequences run meanwhile. Then the prompt is matched again, so a load that fails or comes late costs computing, and
+nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from engine.kv.tiers.host_tier import NO_PARENT, HostTier
 
 MIN_HOST_BLOCKS = 16  # A smaller host tier has no room for blocks under way
 MAX_LOADS = 64  # Loads that wait for the thread; further prompts are computed
-WRITE_BATCH_BYTES = 64 << 20
+WRITE_BATCH_BYTES, WRITE_BATCH = 64 << 20, 256  # Bytes and blocks of one batch; a slow file server writes small ones
+WRITE_DELAY_S = 0.05  # Blocks of an answer come at its end; without this their writes would slow down its last token
 MAX_TRIES = 256  # Blocks that one search for a batch looks at
 WAIT_FACTOR, MIN_WAIT_S, MAX_WAIT_S = 4.0, 0.5, 10.0  # A prompt waits for a load for so many times its predicted time
 
@@ -95,14 +97,17 @@ class FileTier:
         #: Predicts the seconds of computing prompt tokens; 0 while unknown, and then every load is worth it.
         self.compute_s: Callable[[int], float] = lambda _: 0.0
         self.next_tier: FileTier | None = None  # Continues the loads of this one
+        self.on_load_ended: Callable[[], None] = lambda: None  # Called under the lock
         self._cache, self._host = cache, host_tier
         self._stats = FileTierStats(0, 0, store.max_bytes)
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # Blocks of the host to write, oldest first
         self._rewritten: set[bytes] = set()  # Blocks of the host that were written again: each is at most once
         self.write_epoch = 0  # Epoch of the store when the writes under way were chosen
         self._writing = self._reading = False
+        self._write_at = 0.0  # No write begins before, unless the tier stops
         self._loads: deque[FileLoad] = deque()  # Loads that wait, and the one under way, which is the first
         self.rate = ReadRate()
+        self.search_rate = ReadRate()  # In searches instead of bytes
         self.writes, self.reads = Pause(), Pause()
         self._stop_at: float | None = None
         self._changed = threading.Condition(lock)
@@ -117,6 +122,8 @@ class FileTier:
         """Called when full blocks have their copy in the host."""
         if self.closed:
             return
+        if not self._unwritten:
+            self._write_at = time.monotonic() + WRITE_DELAY_S
         for key in keys:
             if key not in self.store:
                 self._unwritten[key] = None
@@ -150,13 +157,13 @@ class FileTier:
         if self._queue(load):
             return
         if self.next_tier is None:
-            load.end()
+            self._end_wait(load)
         else:
             self.next_tier._start(load)
 
     def _queue(self, load: FileLoad) -> bool:
         """Queues a load, or lets it follow one of the same blocks. Returns whether it did."""
-        if self.closed or self._host.closed or self.reads.active:
+        if self.closed or self._host.closed or self.reads.active or self._hangs:
             return False
         hashes, held = load.hashes, self._num_held(load.hashes)
         keys = hashes[held : held + min(self._host.max_reserved, self.store.match(hashes[held:]))]
@@ -169,7 +176,7 @@ class FileTier:
         if len(self._loads) >= MAX_LOADS or not self._saves_time(load, len(keys)):
             self._stats.computed += 1
             return False
-        load.set_range(held, keys, MIN_WAIT_S)
+        load.set_range(held, keys, self._worth_s(load, len(keys), MIN_WAIT_S))
         if not self.store.searches and not self._reserve(load):
             return False
         self._loads.append(load)
@@ -183,7 +190,22 @@ class FileTier:
 
     def _saves_time(self, load: FileLoad, blocks: int) -> bool:
         """Returns whether a load of so many blocks, after those that wait, is faster than computing them."""
-        return saves_time(self.read_s(blocks), (load.compute_s or self.compute_s)(blocks * self.block_size))
+        read_s = self.read_s(blocks)
+        if self.store.searches and not read_s:
+            read_s = self.search_rate.predict_s(1)  # the rate of loads has the search in it
+        return saves_time(read_s, self._compute_s(load, blocks))
+
+    def _compute_s(self, load: FileLoad, blocks: int) -> float:
+        return (load.compute_s or self.compute_s)(blocks * self.block_size)
+
+    def _worth_s(self, load: FileLoad, blocks: int, wait_s: float) -> float:
+        """Returns wait_s, or the seconds of computing the blocks if that is less: a longer wait cannot win time."""
+        return min(wait_s, self._compute_s(load, blocks) or wait_s)
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether the load under way is so late that a prompt would wait behind it in vain."""
+        return self._reading and time.monotonic() > self._loads[0].expires_at + MIN_WAIT_S
 
     def _reserve(self, load: FileLoad) -> bool:
         """Takes host blocks for as much of a load as there is room for. Returns whether there are some."""
@@ -191,7 +213,7 @@ class FileTier:
         self._host.mark_used(load.hashes[len(self._cache.match(load.hashes[: load.held])) : load.held])
         blocks = self._host.reserve(len(load.keys))
         wait_s = min(MAX_WAIT_S, max(MIN_WAIT_S, WAIT_FACTOR * read_s))
-        load.set_range(load.held, load.keys[: len(blocks)], wait_s)
+        load.set_range(load.held, load.keys[: len(blocks)], self._worth_s(load, len(blocks), wait_s))
         load.host_blocks = blocks
         return bool(blocks)
 
@@ -217,14 +239,15 @@ class FileTier:
                 now = time.monotonic()
                 if self.closed or (self._stop_at is not None and now >= self._stop_at):
                     return None
-                if not self.writes.active:
-                    writes = self._choose_writes()
+                delay_s = 0.0 if self._stop_at is not None or self.store.has_chores else self._write_at - now
+                if not self.writes.active and delay_s <= 0:
+                    writes = [] if self.store.has_chores else self._choose_writes()
                     if writes or self.store.has_chores:
                         self._writing = True
                         return writes
                 if self._stop_at is not None and (self.writes.until >= self._stop_at or not self._host.busy):
                     return None
-                paused_s = max(0.0, self.writes.until - now)
+                paused_s = max(0.0, self.writes.until - now, delay_s)
                 left_s = None if self._stop_at is None else max(0.0, self._stop_at - now)
                 waits = [seconds for seconds in (paused_s or None, left_s) if seconds is not None]
                 self._changed.wait(min(waits, default=None))
@@ -236,7 +259,7 @@ class FileTier:
         """
         self.write_epoch = self.store.epoch
         incomplete = self._host.incomplete()
-        limit = max(1, min(self._host.max_lent, WRITE_BATCH_BYTES // self.store.block_bytes))
+        limit = max(1, min(self._host.max_lent, WRITE_BATCH, WRITE_BATCH_BYTES // self.store.block_bytes))
         for _ in range(min(MAX_TRIES, len(self._unwritten))):
             key = next(iter(self._unwritten))
             chain = [key]
@@ -307,14 +330,17 @@ class FileTier:
                 self._changed.wait()
             return None
 
-    def narrow(self, load: FileLoad, found: int) -> bool:
+    def narrow(self, load: FileLoad, found: int, seconds: float = 0.0) -> bool:
         """Restricts the load under way to the first `found` of its blocks, and takes host blocks for them.
+
+        seconds: how long the search has taken.
 
         Returns False if nothing is to be read: `finish_load` follows at once. Takes the lock.
         """
         with self._changed:
             self._stats.searches += 1
             self._stats.absent += not found
+            self.search_rate.observe(1, seconds)
             if self.closed or load.done or not load.valid:
                 return False
             held = self._num_held(load.hashes)
@@ -324,7 +350,7 @@ class FileTier:
             if not self._saves_time(load, len(keys)):
                 self._stats.computed += 1
                 return False
-            load.set_range(held, keys, MIN_WAIT_S)
+            load.set_range(held, keys, self._worth_s(load, len(keys), MIN_WAIT_S))  # any thread may ask for `done`
             return self._reserve(load)
 
     def finish_load(self, load: FileLoad, intact: int, seconds: float, *, pause_s: float = 0.0) -> None:
@@ -360,7 +386,11 @@ class FileTier:
         elif self.next_tier is not None and load.valid:
             self.next_tier._start(load)
             return
+        self._end_wait(load)
+
+    def _end_wait(self, load: FileLoad) -> None:
         load.end()
+        self.on_load_ended()
 
     def on_restored(self, blocks: int) -> None:
         """Records the blocks that were found at the start. Takes the lock."""
@@ -385,7 +415,7 @@ class FileTier:
         self.closed = True
         for number, load in enumerate(self._loads):
             if number == 0 and self._reading:
-                load.end()  # its host blocks are being filled; `finish_load` gives them back
+                self._end_wait(load)  # its host blocks are being filled; `finish_load` gives them back
             else:
                 self._end_load(load, 0)
         self._loads.clear()

@@ -118,6 +118,7 @@ class HostTier:
         self._partial_numbers = itertools.count()
         self._changed = threading.Condition(lock)
         self._copier_waits = self._stopping = False
+        self.on_copied: Callable[[], None] = lambda: None  # Called under the lock when a copy has ended
         self.next_tiers: list[NextTier] = []  # The file tiers
         #: Pins blocks of the pool for a reader and returns what releases them; set with the first file tier.
         self.pin_for_read: Callable[[Sequence[int]], Callable[[], None]] | None = None
@@ -298,6 +299,7 @@ class HostTier:
                     self._stats.damaged += 1
                     self._drop(copy.keys)
             self._finish(copy, error)
+            self.on_copied()
             self._changed.notify_all()
 
     def _kept_copies(self, copy: HostCopy) -> list[bytes]:

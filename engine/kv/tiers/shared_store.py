@@ -6,7 +6,8 @@
 
 The fingerprint names model, weights, dtype, layout and codec; a hash covers tokens, tenant and adapter. So equal names
 mean equal content. A file is a segment (segment_format.py) with one record. A reader checks its header, hash and CRC,
-so a file that is cut, damaged or foreign is a miss. Each call to the file system runs on deadline_workers.py.
+so a file that is cut, damaged or foreign is a miss. Each call to the file system runs on deadline_workers.py, and
+shared_folders.py has those that concern a folder as a whole.
 
 The lock only bounds the bytes: each folder has its part of `max_bytes`, and a pod counts a block and creates its file
 before it writes it. A pod that needs room removes the files of the folder that were unused for the longest time, of
@@ -16,20 +17,20 @@ any pod. Where the file system has no locks, the bound is approximate. A file ma
 from __future__ import annotations
 
 import errno
-import fcntl
+import functools
 import logging
 import os
+import stat
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import describe
 from engine.kv.tiers.block_store import StoredBlock
 from engine.kv.tiers.cold_codec import BlockCodec
 from engine.kv.tiers.deadline_workers import DeadlineWorkers
@@ -42,22 +43,21 @@ from engine.kv.tiers.segment_format import (
     why_not_used,
 )
 from engine.kv.tiers.segment_index import TOUCH_S
+from engine.kv.tiers.shared_folders import FILE_FLAGS, NUM_FOLDERS, TEMPORARY_SUFFIX, ForeignEntry, SharedFolders
 
 log = logging.getLogger(__name__)
 
-NUM_FOLDERS = 256  # By the first byte of the hash; all pods must agree
 MIN_FOLDER_BLOCKS = 4  # A folder has room for at least so many blocks
-COUNTER, TEMPORARY_SUFFIX = "bytes", ".tmp"
-KEPT_SHARE = 0.9  # Of a folder's bytes, after files were removed: a removal lists the folder, so it should be rare
-ABANDONED_S = 3_600.0  # A temporary file of this age belongs to a pod that has ended
 KNOWN_BLOCKS = 1 << 18  # Blocks that a pod remembers, about 40 MB
 THREADS = 8  # For reads, and as many for writes
 FIND_TIMEOUT_S, READ_TIMEOUT_S, WRITE_TIMEOUT_S, SCAN_TIMEOUT_S = 1.0, 5.0, 5.0, 10.0  # Of one call to the workers
-READ_BATCH_BYTES = 64 << 20  # Read by one call to the workers
+READ_BATCH_BYTES, READ_BATCH = 64 << 20, 256  # Bytes and blocks that one call to the workers reads at most
 MAX_READ_S = 10.0  # A read ends after this time with the blocks that it has; no prompt waits longer
 MAX_FIND = 64  # Blocks looked for by one call to the workers
-LOCK_WAIT_S, LOCK_POLL_S = 1.0, 0.005
-NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+MAX_FIND_S = 0.25  # A search ends after this time with the blocks that it has found
+MAX_REMOVE_S = 2.0  # One `append` removes files for this time at most
+#: There is no such block: it is gone, or something else has the name of its folder.
+MISSING = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP})
 
 
 class BlockFile(NamedTuple):
@@ -88,13 +88,11 @@ class SharedStore:
         self._coder = RecordCoder(block_bytes, codec)
         self.content_bytes = self._coder.content_bytes
         self.file_bytes = SEGMENT_HEADER_BYTES + self._coder.record_bytes
-        self._folder_bytes = max_bytes // NUM_FOLDERS
+        self._folders = SharedFolders(self.directory, self.file_bytes, max_bytes, lambda key: self._unlearn([key]))
         self._header = segment_header(block_bytes, fingerprint, "" if codec is None else codec.format)
         self._lock = threading.Lock()  # Guards the fields below
         self._known: OrderedDict[bytes, None] = OrderedDict()  # Blocks that were there, the least recently used first
-        self._sizes: dict[int, int] = {}  # Bytes of each folder when this pod looked at it
         self._clearing = False  # Files are to be removed, and none may be read
-        self._locks = True  # The file system has locks, as far as is known
         self._readers = DeadlineWorkers(THREADS, "shared-read")
         self._writers = DeadlineWorkers(THREADS, "shared-write")
         self.epoch = 0  # Number of calls of `clear` and `forget`
@@ -121,8 +119,7 @@ class SharedStore:
     @property
     def size(self) -> int:
         """Bytes of all files, as this pod saw them last."""
-        with self._lock:
-            return sum(self._sizes.values())
+        return self._folders.size
 
     @property
     def has_chores(self) -> bool:
@@ -171,12 +168,15 @@ class SharedStore:
     # -- the thread that reads ----------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Returns how many of the leading blocks are there. Raises OSError, TimeoutError among them."""
+        """Returns how many of the leading blocks are there, or fewer after MAX_FIND_S.
+
+        Raises OSError, TimeoutError among them.
+        """
         found, count, epoch = 0, 1, self.epoch  # most prompts have no block here, so the first one is asked alone
-        until = time.monotonic() + FIND_TIMEOUT_S
-        while found < len(keys):
+        until = time.monotonic() + MAX_FIND_S
+        while found < len(keys) and (not found or time.monotonic() < until):
             part = keys[found : found + count]
-            there = self._readers.map(self._exists, part, max(0.0, until - time.monotonic()))
+            there = self._readers.map(self._exists, part, FIND_TIMEOUT_S)
             found += sum(takewhile(bool, there))
             if not all(there):
                 self._unlearn([key for key, is_there in zip(part, there, strict=True) if not is_there])
@@ -191,7 +191,7 @@ class SharedStore:
         No target is written after the return. Raises OSError, TimeoutError among them.
         """
         done, epoch, until = 0, self.epoch, time.monotonic() + MAX_READ_S
-        batch = max(1, READ_BATCH_BYTES // self.block_bytes)
+        batch = max(1, min(READ_BATCH, READ_BATCH_BYTES // self.block_bytes))
         while done < len(keys) and time.monotonic() < until:
             part = keys[done : done + batch]
             blocks = self._readers.map(self._read_block, part, READ_TIMEOUT_S)
@@ -211,7 +211,7 @@ class SharedStore:
     def scan(self, stopped: Callable[[], bool] = lambda: False) -> int:
         """Makes the directory and reads the sizes of the folders. Returns 0: blocks are found by their names only."""
         if not stopped():
-            self._writers.map(self._prepare, [self.directory], SCAN_TIMEOUT_S)
+            self._writers.map(lambda _: self._folders.read_sizes(), [None], SCAN_TIMEOUT_S)
         return 0
 
     def append(self, blocks: Sequence[StoredBlock], epoch: int | None = None) -> int:
@@ -223,7 +223,7 @@ class SharedStore:
         if self._clearing:
             self._remove_all()
         epoch = self.epoch if epoch is None else epoch
-        if epoch != self.epoch:
+        if epoch != self.epoch or self._clearing:
             return 0
         files = []
         for block in blocks:
@@ -234,11 +234,12 @@ class SharedStore:
         return written.count(True)
 
     def _remove_all(self) -> None:
-        """Removes the files of all pods. The store is cleared once they are gone."""
-        epoch = self.epoch
-        self._writers.map(self._empty_folder, range(NUM_FOLDERS), SCAN_TIMEOUT_S)
+        """Removes files of all pods for at most MAX_REMOVE_S. The store is cleared once they are gone."""
+        epoch, until = self.epoch, time.monotonic() + MAX_REMOVE_S
+        empty = functools.partial(self._folders.empty, until=until)
+        emptied = self._writers.map(empty, range(NUM_FOLDERS), SCAN_TIMEOUT_S)
         with self._lock:
-            self._clearing = epoch != self.epoch
+            self._clearing = epoch != self.epoch or not all(emptied)
 
     def close(self) -> None:
         """Ends the workers. No other call may be under way or follow."""
@@ -249,49 +250,49 @@ class SharedStore:
 
     def path_of(self, key: bytes) -> Path:
         """Returns the file of a block."""
-        return self._folder(key[0]) / f"{key.hex()}{SEGMENT_SUFFIX}"
+        return self._folders.path_of(key[0]) / f"{key.hex()}{SEGMENT_SUFFIX}"
 
-    def _folder(self, number: int) -> Path:
-        return self.directory / f"{number:02x}"
-
-    def _prepare(self, directory: Path) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in range(NUM_FOLDERS):
-            with suppress(FileNotFoundError, ValueError):
-                size = int((self._folder(number) / COUNTER).read_bytes())
-                with self._lock:
-                    self._sizes[number] = size
-
-    def _exists(self, key: bytes) -> bool:
-        """Returns whether a whole file has the name of the block."""
+    def _exists(self, key: bytes, folder: int | None = None) -> bool:
+        """Returns whether a whole file has the name of the block, in an open folder or by its path."""
+        path = self.path_of(key)
         try:
-            return os.stat(self.path_of(key)).st_size == self.file_bytes
-        except FileNotFoundError:
-            return False
+            status = os.stat(path if folder is None else path.name, dir_fd=folder, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in MISSING:
+                return False
+            raise
+        return stat.S_ISREG(status.st_mode) and status.st_size == self.file_bytes
 
     def _read_block(self, key: bytes) -> memoryview | None:
         """Returns the content of a block; None if its file is gone, or does not have it."""
+        try:
+            with self._folders.opened(key[0]) as folder:
+                return self._read_from(folder, key)
+        except ForeignEntry:
+            return None
+        except OSError as error:  # ESTALE: another pod has removed the file
+            if error.errno in MISSING:
+                return None
+            raise
+
+    def _read_from(self, folder: int, key: bytes) -> memoryview | None:
+        """Returns the content of a block in an open folder; None if its file does not have it. Raises OSError."""
         header, head = bytearray(SEGMENT_HEADER_BYTES), bytearray(RECORD_HEADER_BYTES)
         block = memoryview(bytearray(self.block_bytes))
         content = self._coder.content_target(block)
         path = self.path_of(key)
+        with self._folders.refusing_foreign(f"{path.parent.name}/{path.name}"):
+            file = os.open(path.name, os.O_RDONLY | FILE_FLAGS, dir_fd=folder)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                return None
             size = os.preadv(file, [header, head, content], 0)
             if size == self.file_bytes and header == self._header and self._coder.decode(key, head, content, block):
-                if time.time() - os.fstat(file).st_mtime > TOUCH_S:
+                if time.time() - status.st_mtime > TOUCH_S:
                     with suppress(OSError):
                         os.utime(file)
                 return block
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # another pod has removed the file
-                raise
-            return None
         finally:
             os.close(file)
         why = "cut or damaged" if header == self._header else why_not_used(bytes(header), self._header)
@@ -299,132 +300,45 @@ class SharedStore:
         with self._lock:
             self.damaged += 1
         with suppress(OSError):
-            path.unlink()
+            os.unlink(path.name, dir_fd=folder)
         return None
 
     def _write_file(self, file: BlockFile) -> bool | None:
-        """Writes a block. Returns False if it was there, None if there was no room or the store was cleared."""
-        path = self.path_of(file.key)
-        if self._exists(file.key):
-            with suppress(OSError):
-                os.utime(path)
-            return False
-        temporary = path.with_name(f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+        """Writes a block.
+
+        Returns False if it was there, None if there was no room, if the store was cleared, or if something else has
+        the name of its file or folder.
+        """
         try:
-            descriptor = self._create(temporary, file.key[0])
-            if descriptor is None:
-                return None
+            with self._folders.opened(file.key[0], create=True) as folder:
+                if self._exists(file.key, folder):
+                    with suppress(OSError):
+                        os.utime(self.path_of(file.key).name, dir_fd=folder, follow_symlinks=False)
+                    return False
+                return True if self._write_to(folder, file) else None
+        except ForeignEntry:
+            return None
+
+    def _write_to(self, folder: int, file: BlockFile) -> bool:
+        """Writes a block into an open folder. Returns False if there was no room or the store was cleared."""
+        path = self.path_of(file.key)
+        temporary = f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+        descriptor = self._folders.create(folder, temporary, file.key[0])
+        if descriptor is None:
+            return False
+        renamed = False
+        try:
             try:
                 if os.write(descriptor, file.content) != len(file.content):
                     raise OSError(errno.ENOSPC, "a KV block was written in part")
             finally:
                 os.close(descriptor)  # a network file system may tell only now that it has no room
             if file.epoch == self.epoch:
-                temporary.rename(path)
-                return True
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        temporary.unlink(missing_ok=True)
-        return None
-
-    def _create(self, path: Path, number: int) -> int | None:
-        """Creates the file of a block in a folder, with its full size, after the removal of old ones if need be.
-
-        So a pod that lists the folder counts it. Returns its descriptor; None if there is no room, or no lock in time.
-        """
-        with self._locked(number) as counter:
-            if counter is None:
-                return None
-            try:
-                size = int(os.pread(counter, 32, 0))
-            except ValueError:  # new, or damaged
-                size = self._make_room(number, self._folder_bytes)
-            if size + self.file_bytes > self._folder_bytes:
-                kept = min(self._folder_bytes - self.file_bytes, int(KEPT_SHARE * self._folder_bytes))
-                size = self._make_room(number, kept)
-            if size + self.file_bytes > self._folder_bytes:
-                self._set_size(number, counter, size)
-                return None
-            self._set_size(number, counter, size + self.file_bytes)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.ftruncate(descriptor, self.file_bytes)
-            except OSError:
-                os.close(descriptor)
-                raise
-            return descriptor
-
-    @contextmanager
-    def _locked(self, number: int) -> Iterator[int | None]:
-        """Yields the open counter of a folder while this pod has its lock; None if another pod has it for too long."""
-        folder = self._folder(number)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        try:
-            counter = os.open(folder / COUNTER, flags, 0o600)
-        except FileNotFoundError:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            counter = os.open(folder / COUNTER, flags, 0o600)
-        try:
-            yield counter if self._take_lock(counter) else None
+                with self._folders.refusing_foreign(f"{path.parent.name}/{path.name}"):
+                    os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+                renamed = True
         finally:
-            os.close(counter)  # ends the lock
-
-    def _take_lock(self, counter: int) -> bool:
-        until = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(counter, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    return False
-                time.sleep(LOCK_POLL_S)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                if self._locks:
-                    self._locks = False
-                    log.warning("%s has no file locks, so its size is approximate: %s", self.directory, describe(error))
-                return True
-
-    def _set_size(self, number: int, counter: int, size: int) -> None:
-        os.pwrite(counter, b"%-31d\n" % size, 0)
-        with self._lock:
-            self._sizes[number] = size
-
-    def _make_room(self, number: int, kept: int) -> int:
-        """Removes the files of a folder that were unused for the longest time until at most `kept` bytes are left.
-
-        Returns the bytes that are left. The lock of the folder is held.
-        """
-        files: list[tuple[float, int, str]] = []
-        size, now = 0, time.time()
-        with os.scandir(self._folder(number)) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if entry.name.endswith(TEMPORARY_SUFFIX) and now - status.st_mtime > ABANDONED_S:
-                        os.unlink(entry.path)
-                    elif entry.name != COUNTER:
-                        size += status.st_size
-                        if entry.name.endswith(SEGMENT_SUFFIX):
-                            files.append((status.st_mtime, status.st_size, entry.name))
-        for _, file_size, name in sorted(files):
-            if size <= kept:
-                break
-            (self._folder(number) / name).unlink(missing_ok=True)
-            size -= file_size
-            with suppress(ValueError):
-                self._unlearn([bytes.fromhex(name.removesuffix(SEGMENT_SUFFIX))])
-        return size
-
-    def _empty_folder(self, number: int) -> None:
-        """Removes all blocks of a folder."""
-        if not self._folder(number).exists():
-            return
-        with self._locked(number) as counter:
-            if counter is None:
-                raise OSError(errno.EBUSY, f"another pod has the lock of {self._folder(number)}")
-            self._set_size(number, counter, self._make_room(number, 0))
+            if not renamed:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+        return renamed
