@@ -109,8 +109,8 @@ def rule_alone(rig: Rig, inputs: DeltaProjections, slots: Tensor, qkv: Tensor, o
     delta_decode(qkv, inputs.gates, rule.decay_log, rule.decay_bias, state, slots, out, key_heads=KEY_HEADS)
 
 
-def main() -> None:
-    args = report.arguments(f"{__doc__}\n{METRICS}").parse_args()
+def measure() -> dict[str, float]:
+    """Returns the metrics."""
     table = ceilings()
     metrics = table.metrics
     for count in ROWS:
@@ -148,6 +148,12 @@ def main() -> None:
             return gated_delta(*inputs, rig.states.layers[i % LAYERS], rows, **more)
 
         metrics[f"gated_delta_prefill_{length}_us"] = round(seconds(prompt) * 1e6, 1)
+    return metrics
+
+
+def main() -> None:
+    args = report.arguments(f"{__doc__}\n{METRICS}").parse_args()
+    metrics = measure()
     report.show(metrics)
     report.write(args.out, "gated_delta", metrics, "torch", "triton")
 

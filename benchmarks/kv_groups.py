@@ -26,12 +26,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.lora import decode_ms
 from benchmarks.support import pd_stack, report
 from benchmarks.support.engine_driver import Prompts, running
 from benchmarks.support.limits import free_memory
 from benchmarks.support.pd_stack import FLAGS, prompts
 from benchmarks.support.report import ms
-from benchmarks.support.shapes import WINDOWED, config_directory
+from benchmarks.support.shapes import LLAMA_8B, WINDOWED, config_directory
 from common.kv_groups import PageOrder, split_layers
 from common.kv_layout import KVLayout
 from common.types import SamplingParams
@@ -41,6 +42,7 @@ from engine.kv.groups.grouped_blocks import make_block_pool
 from engine.kv.groups.state_blocks import StateBlockPool, StateLease
 from engine.kv.lease import Lease
 
+CARD_METRICS = ("mla_copy_share", "mla_128_heads_product_share", "gated_delta_limit_ratio")
 BLOCK, CHUNK, DECODES, KV_BYTES = 16, 2048, 64, 40 << 30
 #: Rows and context of the decode steps that --engine measures, each for STEPS steps.
 POINTS, STEPS = ((1, 8192), (64, 4096)), 72
@@ -135,7 +137,7 @@ def measure_engine() -> dict[str, float]:
         batch = Prompts(WINDOWED["vocab_size"]).make(rows, context)
         answers: list[list[list[int]]] = []
         for groups in (True, False):
-            milliseconds, tokens = decode(batch, max_model_len=context + 256, max_seqs=rows, kv_groups=groups)
+            milliseconds, tokens = decode(batch, max_model_len=context + 1024, max_seqs=rows, kv_groups=groups)
             free_memory()
             metrics[f"decode_{rows}x{context}_ms" + ("" if groups else "_before")] = milliseconds
             answers.append(tokens)
@@ -151,7 +153,11 @@ def decode(batch: list[list[int]], **settings: Any) -> tuple[float, list[list[in
         config_directory(WINDOWED) as path,
         running(EngineConfig(model_dir=path, load_format="dummy", **settings)) as driver,
     ):
-        steps = driver.run(batch, [SamplingParams(temperature=0.0, max_tokens=STEPS)] * len(batch))
+        prompt_steps = (
+            sum(map(len, batch)) // driver.engine.scheduler.config.chunk_tokens
+        )  # the first rows decode meanwhile
+        params = SamplingParams(temperature=0.0, max_tokens=STEPS + 2 * prompt_steps)
+        steps = driver.run(batch, [params] * len(batch))
         driver.engine.pool.check_integrity()
     decodes = [result.seconds for _, result in steps if result.num_decode_tokens == len(batch)]
     tokens: dict[str, list[int]] = {}
@@ -159,6 +165,21 @@ def decode(batch: list[list[int]], **settings: Any) -> tuple[float, list[list[in
         for output in result.outputs:
             tokens.setdefault(output.seq.request_id, []).extend(token.id for token in output.tokens)
     return report.ms(statistics.median(decodes[8:])), list(tokens.values())
+
+
+def measure_card() -> dict[str, float]:
+    """Measures the kernels of other groups, and a decode step of a model without groups, whose time must stay."""
+    from benchmarks import gated_delta, mla  # they need triton
+
+    metrics = {name: value for name, value in mla.measure().items() if name in CARD_METRICS}
+    free_memory()
+    metrics |= {name: value for name, value in gated_delta.measure().items() if name in CARD_METRICS}
+    free_memory()
+    with config_directory(LLAMA_8B) as path:
+        settings: dict[str, Any] = {"load_format": "dummy", "max_seqs": 64, "max_model_len": 4096}
+        with running(EngineConfig(model_dir=path, **settings)) as driver:
+            metrics["llama_decode_64x1024_ms"] = decode_ms(driver, Prompts(LLAMA_8B["vocab_size"]), 64, 1024)
+    return metrics
 
 
 async def measure_pods(device: str) -> dict[str, float]:
@@ -192,6 +213,7 @@ async def measure_pods(device: str) -> dict[str, float]:
 def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--engine", action="store_true", help="measure decode steps of the engine, on a GPU")
+    parser.add_argument("--card", action="store_true", help="measure kernels and a decode step on a GPU")
     parser.add_argument("--pods", action="store_true", help="measure hand-offs between two pods")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="device of --pods")
     options = parser.parse_args()
@@ -200,6 +222,11 @@ def main() -> None:
         metrics = asyncio.run(measure_pods(options.device))
         report.show(metrics)
         report.write(options.out, "kv_groups_pods", metrics, *pd_stack.PACKAGES)
+        return
+    if options.card:
+        metrics = measure_card()
+        report.show(metrics)
+        report.write(options.out, "kv_groups", metrics, "torch", "triton")
         return
     if options.engine:
         metrics = measure_engine()

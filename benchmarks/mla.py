@@ -115,8 +115,8 @@ def make_pool() -> tuple[KVPool, Tensor]:
     return pool, order.int()
 
 
-def main() -> None:
-    args = report.arguments(__doc__, METRICS).parse_args()
+def measure() -> dict[str, float]:
+    """Returns the metrics, and prints a table."""
     table = ceilings()
     pool, tables = make_pool()
 
@@ -146,7 +146,12 @@ def main() -> None:
             table.metrics["mla_copy_share"] = round(copy_s / measured, 4)
         elif key == "mla_128x64x4096":
             table.metrics["mla_128_heads_product_share"] = round(product_s / measured, 4)
-    report.write(args.out, "mla", table.metrics, "torch", "triton")
+    return table.metrics
+
+
+def main() -> None:
+    args = report.arguments(__doc__, METRICS).parse_args()
+    report.write(args.out, "mla", measure(), "torch", "triton")
 
 
 if __name__ == "__main__":
