@@ -330,4 +330,5 @@ async def test_the_wait_for_lost_pods_ends(smollm2_dir: Path) -> None:
 async def test_a_new_request_does_not_wait_for_lost_pods(smollm2_dir: Path) -> None:
     async with fake_cluster() as cluster, rig(cluster, smollm2_dir, pod_wait_s=3600.0) as gw:
         await cluster.decodes[0].stop()
+        await until(lambda: not gw.gateway.ready)  # a request that was sent to the pod before is a running one
         assert (await gw.complete()).status_code == 503
