@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.adapters.rows import max_tiles
 from engine.adapters.triton_rows import pack_rows, tile_of, tiles_start
-from engine.kernels import adapters
-from engine.kernels.adapters import ShrinkShape, SlotWeights
+from engine.kernels.adapters import products
+from engine.kernels.adapters.products import ShrinkShape, SlotWeights
 
 HIDDEN, INNER, RANK, SLOTS = 4096, 14336, 16, 16
 #: Inputs, outputs of the parts, norm before, SiLU x mul after.
@@ -56,7 +56,7 @@ class Case:
 
     def shrink(self, shape: tuple[int, int, int, int] | None = None) -> tuple[Tensor, Tensor | None]:
         place: dict[str, Any] = {"norm": self.norm, "site": 0, "parts": len(self.outputs), "tile": self.tile}
-        return adapters.shrink(
+        return products.shrink(
             self.x, self.weights, self.order, self.tiles, shape=shape and ShrinkShape(*shape), **place
         )
 
@@ -64,7 +64,7 @@ class Case:
         place: dict[str, Any] = {"site": 0, "tile": self.tile, "outputs": self.outputs, "gated": self.gated}
         place |= {"squares": states[1], "eps": 1e-5, "inputs": self.k, "block": block}
         base = self.base if self.gated else out
-        adapters.expand(states[0], self.weights, base, out, self.order, self.tiles, **place)
+        products.expand(states[0], self.weights, base, out, self.order, self.tiles, **place)
 
     def output(self) -> Tensor:
         return self.base[:, : self.outputs[0]].clone() if self.gated else self.base.clone()

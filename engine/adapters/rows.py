@@ -16,7 +16,7 @@ from engine.adapters.sites import DecoderSites, Site
 from engine.models.layers import RMSNorm
 
 if TYPE_CHECKING:
-    from engine.kernels.adapters import ChunkChange, RowChange
+    from engine.kernels.adapters.changes import ChunkChange, RowChange
 
 Shrunk = Any  #: The result of `AdapterRows.shrink`, for the same rows.
 NO_ADAPTER = -1  #: The slot of rows that use the base alone.

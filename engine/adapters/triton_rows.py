@@ -15,16 +15,8 @@ from torch import Tensor
 from engine.adapters.rows import NO_ADAPTER, SlotMemory, max_tiles, tile_rows
 from engine.adapters.sites import Site
 from engine.device import ALIGNMENT, pinned_copy
-from engine.kernels.adapters import (
-    MAX_CHUNK_RANK,
-    ChunkChange,
-    RowChange,
-    SlotWeights,
-    expand,
-    gather_states,
-    shrink,
-    sum_states,
-)
+from engine.kernels.adapters.changes import MAX_CHUNK_RANK, ChunkChange, RowChange, sum_states
+from engine.kernels.adapters.products import SlotWeights, expand, gather_states, shrink
 from engine.kernels.norm import rms_norm
 from engine.models.layers import RMSNorm
 
@@ -33,7 +25,7 @@ SMALL_TILE, LARGE_TILE = 16, 64
 
 
 class _Shrunk(NamedTuple):
-    """A x of one site, see `engine.kernels.adapters.shrink`."""
+    """A x of one site, see `engine.kernels.adapters.products.shrink`."""
 
     site: Site
     x: Tensor  # The inputs of `shrink`, normed if `squares` is None

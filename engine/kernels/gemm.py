@@ -26,16 +26,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import card
-from engine.kernels.adapters import (
+from engine.kernels.adapters.changes import (
     NO_CHANGE,
     NO_CHUNK_CHANGE,
-    RANK_MULTIPLE,
     ChunkChange,
     RowChange,
     add_change_of_pair,
     rows_of_b,
     states_of_row,
 )
+from engine.kernels.adapters.products import RANK_MULTIPLE
 from engine.kernels.card import SHARED_BYTES
 from engine.kernels.pdl import pdl_args, wait_for_previous
 

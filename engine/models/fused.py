@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
-from engine.kernels.adapters import ChunkChange, RowChange
+from engine.kernels.adapters.changes import ChunkChange, RowChange
 from engine.kernels.experts.layer import ExpertLayer, mixture
 from engine.kernels.experts.routing import RoutingRule
 from engine.kernels.experts.weight import ExpertWeight, fp8_weight, int4_weight, mxfp4_weight, plain_weight

@@ -28,7 +28,7 @@ from engine.models.spec.rope import yarn_scale
 from engine.quantization.weight import QuantizedWeight
 
 if TYPE_CHECKING:
-    from engine.kernels.adapters import ChunkChange, RowChange
+    from engine.kernels.adapters.changes import ChunkChange, RowChange
 
 #: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
 #: Normalises queries and keys, rotates them, writes keys and values to the pool and attends. Overwrites qkv.

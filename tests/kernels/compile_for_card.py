@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 
 from common.types import SamplingParams
 from engine.kernels import (
-    adapters,
     card,
     decode_inputs,
     dense_prefill,
@@ -31,6 +30,8 @@ from engine.kernels import (
     pdl,
     peer_reduce,
 )
+from engine.kernels.adapters import changes
+from engine.kernels.adapters import products as adapters
 from engine.kernels.experts import grouped as experts_grouped
 from engine.kernels.experts import routing as experts_routing
 from engine.kernels.experts import vector as experts_vector
@@ -321,17 +322,17 @@ def adapter_products() -> None:
         adapters.expand(states, weights, base, half(rows, INNER) if gated else base, order, tiles, **place)
         adapters.gather_states(torch.zeros(rows, dtype=torch.int64), weights, 3, order, tiles, tile=tile)
         if rows == 1:
-            change = adapters.RowChange(states, weights, tiles, 3, sizes, 0, normed=False)
+            change = changes.RowChange(states, weights, tiles, 3, sizes, 0, normed=False)
             gemm.gemv(half(1, HIDDEN), half(sum(sizes), HIDDEN), norm=norms, change=change)
 
 
 def chunk_with_adapter() -> None:
     """The product of gate and up of a prompt that has one adapter, of the largest rank."""
-    rows, rank, table = 256, adapters.MAX_CHUNK_RANK, torch.zeros(8, 130, 8, dtype=torch.int64)
+    rows, rank, table = 256, changes.MAX_CHUNK_RANK, torch.zeros(8, 130, 8, dtype=torch.int64)
     weights, tiles = adapters.SlotWeights(half(8, 1 << 16), table, torch.zeros(8, 130, 3), rank), table.new_zeros(3)
     x = half(rows, HIDDEN)
-    states = adapters.sum_states(torch.zeros(8, rows, 2 * rank), weights, tiles.int(), 3, torch.bfloat16)
-    change = adapters.ChunkChange(x, states, weights, tiles.int(), 3)
+    states = changes.sum_states(torch.zeros(8, rows, 2 * rank), weights, tiles.int(), 3, torch.bfloat16)
+    change = changes.ChunkChange(x, states, weights, tiles.int(), 3)
     gemm.gemm_swiglu(x, half(2 * INNER, HIDDEN), change=change)
 
 

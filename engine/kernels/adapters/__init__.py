@@ -1,0 +1,1 @@
+"""Products with LoRA adapters in slots."""
