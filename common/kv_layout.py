@@ -113,7 +113,7 @@ class KVLayout:
     @property
     def state_pages(self) -> int:
         """Blocks whose bytes hold one recurrent state; 0 without states."""
-        return -(-self.state_bytes // self.block_bytes)
+        return -(-self.state_bytes // self.block_bytes) if self.state_bytes else 0
 
     @property
     def page_layers(self) -> int:

@@ -40,8 +40,9 @@ class PodInfo:
         layout = layout_from_pb(pb.layout)
         if not layout.block_size:
             raise InvalidRequest(f"the KV layout of the pod at {address} has no block_size", field="block_size")
-        if layout.state_bytes and not layout.block_bytes:
-            raise InvalidRequest(f"the KV layout of the pod at {address} has states, but no bytes", field="state_bytes")
+        page_bytes = pb.layout.block_bytes
+        if layout.state_bytes and not page_bytes:
+            raise InvalidRequest(f"the KV layout of the pod at {address} has states, but no bytes", field="block_bytes")
         tails = window_tails(layout)
         return cls(
             name=pb.pod,
@@ -53,9 +54,9 @@ class PodInfo:
             fingerprint=pb.fingerprint,
             scope=pb.fingerprint[:8],
             block_size=layout.block_size,
-            block_bytes=pb.layout.block_bytes * max(1, layout.num_kv_heads) // layout.rank_heads,
+            block_bytes=page_bytes * max(1, layout.num_kv_heads) // layout.rank_heads,
             window_tails=tails,
-            state_pages=layout.state_pages,
+            state_pages=-(-layout.state_bytes // page_bytes) if layout.state_bytes else 0,
             max_model_len=pb.max_model_len,
             num_blocks=blocks_that_fit(pb.num_blocks, tails),
             vocab_size=pb.vocab_size,
