@@ -33,8 +33,10 @@ class AdapterOps(TorchOps):
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         assert isinstance(linear, Linear), "a part of a product has `norm_kv`"
         shrunk = self._rows.shrink(x, self._rows.sites.of(linear), norm)
-        if self._base.adapts_row(x, linear) and (change := self._rows.row_change(shrunk)) is not None:
-            return self._base.adapted_row(x, linear, change, norm=norm)
+        if (change := self._rows.row_change(shrunk)) is not None:
+            whole = self._base.adapted_row(x, linear, change, norm=norm)
+            if whole is not None:
+                return whole
         out = self._base.norm_linear(x, norm, linear)
         self._rows.expand(shrunk, out)
         return out
@@ -47,16 +49,21 @@ class AdapterOps(TorchOps):
 
     def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
         shrunk = self._rows.shrink(x, self._rows.sites.of(gate_up), norm)
-        if self._base.adapts_row(x, gate_up) and (change := self._rows.row_change(shrunk)) is not None:
-            return self._base.adapted_row(x, gate_up, change, norm=norm, gated=True)
-        if self._base.adapts_swiglu(x, gate_up) and (chunk := self._rows.chunk_change(shrunk)) is not None:
-            return self._base.adapted_swiglu(gate_up, chunk)
+        whole: Tensor | None = None
+        if (change := self._rows.row_change(shrunk)) is not None:
+            whole = self._base.adapted_row(x, gate_up, change, norm=norm, gated=True)
+        elif (chunk := self._rows.chunk_change(shrunk)) is not None:
+            whole = self._base.adapted_swiglu(gate_up, chunk)
+        if whole is not None:
+            return whole
         return self._rows.expand_swiglu(shrunk, self._base.norm_linear(x, norm, gate_up))
 
     def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         shrunk = self._rows.shrink(y, self._rows.sites.of(linear), None)
-        if self._base.adapts_row(y, linear) and (change := self._rows.row_change(shrunk)) is not None:
-            return self._base.adapted_row(y, linear, change, residual=x)
+        if (change := self._rows.row_change(shrunk)) is not None:
+            whole = self._base.adapted_row(y, linear, change, residual=x)
+            if whole is not None:
+                return whole
         if self._base.is_whole:
             x = self._base.add_linear(x, y, linear)
             self._rows.expand(shrunk, x, factor=linear.multiplier)

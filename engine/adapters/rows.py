@@ -40,7 +40,7 @@ class AdapterRows(Protocol):
     def expand_swiglu(self, shrunk: Shrunk, gate_up: Tensor) -> Tensor:
         """Adds as `expand` to gate_up [rows, 2 * n], and returns silu(gate) * up of all rows, [rows, n]."""
 
-    def row_change(self, shrunk: Shrunk, first_part: int = 0) -> RowChange | None:
+    def row_change(self, shrunk: Shrunk) -> RowChange | None:
         """Returns what a product of one row needs to do the work of `expand`; None if `expand` has to."""
 
     def chunk_change(self, shrunk: Shrunk) -> ChunkChange | None:

@@ -17,7 +17,7 @@ from engine.models.layers import RMSNorm
 from engine.models.ops import rms_norm_torch
 
 
-class _Shrunk(NamedTuple):
+class _TorchShrunk(NamedTuple):
     """A x of one site."""
 
     site: Site
@@ -37,28 +37,28 @@ class TorchRows:
             assert adapter is not None, "rows use a slot without an adapter"
             self._groups.append((adapter, torch.from_numpy(np.flatnonzero(slots == slot))))
 
-    def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _Shrunk:
+    def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _TorchShrunk:
         states = list[tuple[Adapter, Tensor, Tensor]]()
         for adapter, rows in self._groups:
             if any(adapter.ranks(site)):
                 part = x[rows]
                 part = part if norm is None else rms_norm_torch(part, norm)
                 states.append((adapter, rows, F.linear(part, adapter.a(site))))
-        return _Shrunk(site, states)
+        return _TorchShrunk(site, states)
 
-    def expand(self, shrunk: _Shrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
+    def expand(self, shrunk: _TorchShrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
         for adapter, rows, states in shrunk.states:
             _add_states(out, states, adapter, shrunk.site, rows, first_part, factor)
 
-    def expand_swiglu(self, shrunk: _Shrunk, gate_up: Tensor) -> Tensor:
+    def expand_swiglu(self, shrunk: _TorchShrunk, gate_up: Tensor) -> Tensor:
         self.expand(shrunk, gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def row_change(self, shrunk: _Shrunk, first_part: int = 0) -> None:
+    def row_change(self, shrunk: _TorchShrunk) -> None:
         return None
 
-    def chunk_change(self, shrunk: _Shrunk) -> None:
+    def chunk_change(self, shrunk: _TorchShrunk) -> None:
         return None
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.adapters.rows import NO_ADAPTER, SlotMemory, max_tiles, tile_rows
 from engine.adapters.sites import Site
 from engine.device import ALIGNMENT, pinned_copy
-from engine.kernels.adapters.changes import MAX_CHUNK_RANK, ChunkChange, RowChange, sum_states
+from engine.kernels.adapters.changes import MAX_CHUNK_RANK, ChunkChange, RowChange
 from engine.kernels.adapters.products import SlotWeights, expand, gather_states, shrink
 from engine.kernels.norm import rms_norm
 from engine.models.layers import RMSNorm
@@ -24,7 +24,7 @@ FEW_ROWS = 256  # Up to this many rows have small tiles: most adapters of a deco
 SMALL_TILE, LARGE_TILE = 16, 64
 
 
-class _Shrunk(NamedTuple):
+class _TritonShrunk(NamedTuple):
     """A x of one site, see `engine.kernels.adapters.products.shrink`."""
 
     site: Site
@@ -49,24 +49,24 @@ class TritonRows:
         self._fuses = memory.fuses
         self._weights = SlotWeights(memory.numbers, memory.table, memory.scales, memory.max_rank)
 
-    def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _Shrunk:
-        # The kernel's norm would be computed anew for each part of A; float16 may not hold x times the norm's weight.
+    def shrink(self, x: Tensor, site: Site, norm: RMSNorm | None) -> _TritonShrunk:
+        # Each program of the kernel would norm its inputs; float16 may not hold x times the norm's weight.
         if norm is not None and (len(x) > 1 or x.dtype == torch.float16):
             x, norm = rms_norm(x, norm.weight, norm.eps), None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         rows: dict[str, Any] = {"order": self.order, "tiles": self.tiles, "tile": self._tile}
         states, squares = shrink(x, self._weights, norm=weight, site=site.index, parts=len(site.names), **rows)
-        return _Shrunk(site, x, states, squares, eps)
+        return _TritonShrunk(site, x, states, squares, eps)
 
-    def expand(self, shrunk: _Shrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
+    def expand(self, shrunk: _TritonShrunk, out: Tensor, *, first_part: int = 0, factor: float = 1.0) -> None:
         self._expand(shrunk, out, out, first_part=first_part, factor=factor)
 
-    def expand_swiglu(self, shrunk: _Shrunk, gate_up: Tensor) -> Tensor:
+    def expand_swiglu(self, shrunk: _TritonShrunk, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         self._expand(shrunk, gate_up, out, gated=True)
         return out
 
-    def row_change(self, shrunk: _Shrunk, first_part: int = 0) -> RowChange | None:
+    def row_change(self, shrunk: _TritonShrunk) -> RowChange | None:
         if len(self.order) > 1 or not self._fuses:
             return None
         site = shrunk.site
@@ -75,12 +75,11 @@ class TritonRows:
             self._weights,
             self.tiles,
             site=site.index,
-            outputs=site.outputs[first_part:],
-            first_part=first_part,
+            outputs=site.outputs,
             normed=shrunk.squares is None,
         )
 
-    def chunk_change(self, shrunk: _Shrunk) -> ChunkChange | None:
+    def chunk_change(self, shrunk: _TritonShrunk) -> ChunkChange | None:
         one = (
             self._fuses
             and self.slots is not None
@@ -89,18 +88,16 @@ class TritonRows:
         )
         if not one or shrunk.squares is not None or self._weights.max_rank > MAX_CHUNK_RANK:
             return None
-        index, dtype = shrunk.site.index, self._weights.numbers.dtype
-        states = sum_states(shrunk.states, self._weights, self.tiles, index, dtype)
-        return ChunkChange(shrunk.x, states, self._weights, self.tiles, index)
+        return ChunkChange(shrunk.x, shrunk.states, self._weights, self.tiles, shrunk.site.index)
 
     def add_embedding(self, out: Tensor, tokens: Tensor) -> None:
         site = self.sites.embedding
         states = gather_states(tokens, self._weights, site.index, self.order, self.tiles, tile=self._tile)
-        self._expand(_Shrunk(site, tokens, states, None, 0.0), out, out)
+        self._expand(_TritonShrunk(site, tokens, states, None, 0.0), out, out)
 
     def _expand(
         self,
-        shrunk: _Shrunk,
+        shrunk: _TritonShrunk,
         base: Tensor,
         out: Tensor,
         *,

@@ -189,7 +189,6 @@ def _gemv_kernel(
     SPLIT_PAD: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
-    FIRST: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
     PDL: tl.constexpr,
@@ -208,7 +207,7 @@ def _gemv_kernel(
             b, shift, rank = rows_of_b(change, rows, row_ok, 0, 0, SITES, CAPACITY, RANK)
             b_up, shift_up, rank_up = rows_of_b(change, rows, row_ok, 1, 0, SITES, CAPACITY, RANK)
         else:
-            part = FIRST + second.to(tl.int32) + third.to(tl.int32)
+            part = second.to(tl.int32) + third.to(tl.int32)
             column = tl.where(third, N0 + N1, tl.where(second, N0, 0))
             b, shift, rank = rows_of_b(change, rows, row_ok, part, column, SITES, CAPACITY, RANK)
     # Weights are constant, so their first tile is loaded before the kernel that computes x has finished.

@@ -187,9 +187,6 @@ class FusedOps(TorchOps):
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
 
-    def adapts_row(self, x: Tensor, linear: Linear) -> bool:
-        return len(x) == 1 and linear.prepared is None and linear.multiplier == 1.0 and self.is_whole
-
     def adapted_row(
         self,
         x: Tensor,
@@ -199,15 +196,16 @@ class FusedOps(TorchOps):
         norm: RMSNorm | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
-    ) -> Tensor:
+    ) -> Tensor | None:
+        if linear.prepared is not None or linear.multiplier != 1.0 or not self.is_whole:
+            return None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         more: dict[str, Any] = {"norm": weight, "eps": eps, "residual": residual, "out": residual, "gated": gated}
         return gemv(x, linear.weight, bias=linear.bias, change=change, **more)
 
-    def adapts_swiglu(self, x: Tensor, gate_up: Linear) -> bool:
-        return gate_up.prepared is None and _fits_swiglu(x, gate_up)
-
-    def adapted_swiglu(self, gate_up: Linear, change: ChunkChange) -> Tensor:
+    def adapted_swiglu(self, gate_up: Linear, change: ChunkChange) -> Tensor | None:
+        if gate_up.prepared is not None or not _fits_swiglu(change.x, gate_up):
+            return None
         return gemm_swiglu(change.x, gate_up.weight, change=change)
 
     def add_experts(self, x: Tensor, norm: RMSNorm, moe: MoE) -> Tensor:

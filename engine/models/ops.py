@@ -204,10 +204,6 @@ class TorchOps:
             return x.add_(product(y, linear), alpha=linear.multiplier)
         return self.add_reduced(x, self.partial_product(y, linear), linear)
 
-    def adapts_row(self, x: Tensor, linear: Linear) -> bool:
-        """Returns whether `adapted_row` computes this product."""
-        return False
-
     def adapted_row(
         self,
         x: Tensor,
@@ -217,20 +213,19 @@ class TorchOps:
         norm: RMSNorm | None = None,
         residual: Tensor | None = None,
         gated: bool = False,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Computes norm(x) @ weight.T of one row with the change by its adapter, then adds it to `residual` in place.
 
-        With `gated` the result is silu(gate) * up.
+        With `gated` the result is silu(gate) * up. Returns None, and changes nothing, if no kernel does this at once.
         """
-        raise NotImplementedError
+        return None
 
-    def adapts_swiglu(self, x: Tensor, gate_up: Linear) -> bool:
-        """Returns whether `adapted_swiglu` computes this product."""
-        return False
+    def adapted_swiglu(self, gate_up: Linear, change: ChunkChange) -> Tensor | None:
+        """Returns silu(gate) * up of `change.x` with the change by the adapter that all rows have.
 
-    def adapted_swiglu(self, gate_up: Linear, change: ChunkChange) -> Tensor:
-        """Returns silu(gate) * up of `change.x` with the change by the adapter that all rows have."""
-        raise NotImplementedError
+        Returns None if no kernel does this at once.
+        """
+        return None
 
     def partial_product(self, y: Tensor, linear: Linear) -> Tensor:
         """Returns the product of a rank's part of y and of a weight that is split by inputs, without bias, [T, out]."""

@@ -322,7 +322,7 @@ def adapter_products() -> None:
         adapters.expand(states, weights, base, half(rows, INNER) if gated else base, order, tiles, **place)
         adapters.gather_states(torch.zeros(rows, dtype=torch.int64), weights, 3, order, tiles, tile=tile)
         if rows == 1:
-            change = changes.RowChange(states, weights, tiles, 3, sizes, 0, normed=False)
+            change = changes.RowChange(states, weights, tiles, 3, sizes, normed=False)
             gemm.gemv(half(1, HIDDEN), half(sum(sizes), HIDDEN), norm=norms, change=change)
 
 
@@ -331,8 +331,7 @@ def chunk_with_adapter() -> None:
     rows, rank, table = 256, changes.MAX_CHUNK_RANK, torch.zeros(8, 130, 8, dtype=torch.int64)
     weights, tiles = adapters.SlotWeights(half(8, 1 << 16), table, torch.zeros(8, 130, 3), rank), table.new_zeros(3)
     x = half(rows, HIDDEN)
-    states = changes.sum_states(torch.zeros(8, rows, 2 * rank), weights, tiles.int(), 3, torch.bfloat16)
-    change = changes.ChunkChange(x, states, weights, tiles.int(), 3)
+    change = changes.ChunkChange(x, torch.zeros(8, rows, 2 * rank), weights, tiles.int(), 3)
     gemm.gemm_swiglu(x, half(2 * INNER, HIDDEN), change=change)
 
 

@@ -27,8 +27,7 @@ class RowChange:
     weights: SlotWeights
     tiles: Tensor  # The first tile is the row
     site: int
-    outputs: tuple[int, ...]  # Of the parts from `first_part` on
-    first_part: int
+    outputs: tuple[int, ...]  # Of the parts
     normed: bool  # The inputs of `shrink` were normed, else its states lack the rstd of a norm
 
     def tensors(self) -> ChangeTensors:
@@ -41,14 +40,12 @@ class RowChange:
         split, _, width = self.states.shape
         first, second = (*self.outputs, 0, 0)[:2]
         sizes = {"SITES": self.weights.table.shape[1], "CAPACITY": self.weights.numbers.stride(0), "WIDTH": width}
-        sizes |= {"SPLIT": split, "SPLIT_PAD": triton.next_power_of_2(split), "FIRST": self.first_part}
+        sizes |= {"SPLIT": split, "SPLIT_PAD": triton.next_power_of_2(split)}
         sizes["CHANGED"] = 2 if norm and not self.normed else 1
         return sizes | {"RANK": triton.next_power_of_2(self.weights.max_rank), "N0": first, "N1": second}
 
 
-NO_CHANGE = dict.fromkeys(
-    ("CHANGED", "SITES", "CAPACITY", "WIDTH", "SPLIT", "SPLIT_PAD", "FIRST", "RANK", "N0", "N1"), 0
-)
+NO_CHANGE = dict.fromkeys(("CHANGED", "SITES", "CAPACITY", "WIDTH", "SPLIT", "SPLIT_PAD", "RANK", "N0", "N1"), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +53,21 @@ class ChunkChange:
     """What a product of gate and up adds to both in the same kernel, if all its rows have one adapter."""
 
     x: Tensor  # [rows, inputs], the inputs of the product, which were those of `shrink`
-    states: Tensor  # Of `sum_states`, [rows, 2 * max_rank]
+    states: Tensor  # Of `shrink`
     weights: SlotWeights
     tiles: Tensor  # The first tile has the adapter's slot
     site: int
 
     def tensors(self) -> ChangeTensors:
-        """As `RowChange.tensors`."""
+        """As `RowChange.tensors`, but the splits of the states are summed up, times their scales."""
         numbers, table, scales = self.weights[:3]
-        return ChangeTensors(self.states, numbers, table[:, self.site], scales[:, self.site], self.tiles)
+        states = _sum_states(self.states, self.weights, self.tiles, self.site)
+        return ChangeTensors(states, numbers, table[:, self.site], scales[:, self.site], self.tiles)
 
     def sizes(self) -> dict[str, int]:
         """Returns the constants of the kernel."""
         sizes = {"SITES": self.weights.table.shape[1], "CAPACITY": self.weights.numbers.stride(0)}
-        return sizes | {"RANK": self.weights.max_rank, "WIDTH": self.states.shape[1]}
+        return sizes | {"RANK": self.weights.max_rank, "WIDTH": self.states.shape[2]}
 
 
 NO_CHUNK_CHANGE = dict.fromkeys(("SITES", "CAPACITY", "RANK", "WIDTH"), 0)
@@ -159,10 +157,10 @@ def _sum_kernel(
     tl.store(out + row * WIDTH + n, (total * factor).to(out.dtype.element_ty), mask=ok)
 
 
-def sum_states(states: Tensor, weights: SlotWeights, tiles: Tensor, site: int, dtype: torch.dtype) -> Tensor:
-    """Returns the states of gate and up times their scales, [rows, width] in `dtype`, for a `ChunkChange`."""
+def _sum_states(states: Tensor, weights: SlotWeights, tiles: Tensor, site: int) -> Tensor:
+    """Returns the states of gate and up times their scales, [rows, width] in the dtype of the weights."""
     split, rows, width = states.shape
-    out = torch.empty(rows, width, dtype=dtype, device=states.device)
+    out = torch.empty(rows, width, dtype=weights.numbers.dtype, device=states.device)
     sizes = {"SITES": weights.table.shape[1], "WIDTH": width, "SPLIT": split}
     tiling = {"BM": 32, "BN": triton.next_power_of_2(width)}
     grid = (triton.cdiv(rows, 32),)

@@ -220,11 +220,7 @@ class GroupedBlockPool(BlockPool):
 
     def announce(self) -> None:
         """Reports what the prefix index has to know since the last call; the lock is held."""
-        gained, lost = self._cache.announced.take_changes()
-        if lost:
-            self._on_withdrawn(lost)
-        if gained:
-            self._on_announced(gained)
+        self._cache.announced.report_changes(self._on_announced, self._on_withdrawn)
 
     def _tail_tables(self, hashes: Sequence[bytes], count: int) -> list[list[int]]:
         """Returns the block table of each window group for a usable prefix of `count` blocks."""

@@ -172,11 +172,7 @@ class StateBlockPool(BlockPool):
 
     def announce(self) -> None:
         """Reports what the prefix index has to know since the last call; the lock is held."""
-        gained, lost = self._cache.announced.take_changes()
-        if lost:
-            self._on_withdrawn(lost)
-        if gained:
-            self._on_announced(gained)
+        self._cache.announced.report_changes(self._on_announced, self._on_withdrawn)
 
     def _forget_snapshots(self, evicted: list[bytes]) -> None:
         self.slots.forget(evicted)

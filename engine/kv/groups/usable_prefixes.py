@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.kv.prefix_cache import HashesCallback
+
 
 class UsablePrefixes:
     """The tree of full pages, the window pages that they have, and the changes of the announced set."""
@@ -50,6 +52,14 @@ class UsablePrefixes:
         changes = self.gained, self.lost
         self.gained, self.lost = [], []
         return changes
+
+    def report_changes(self, on_gained: HashesCallback, on_lost: HashesCallback) -> None:
+        """Reports the lost and then the gained hashes since the last call, if there are some."""
+        gained, lost = self.take_changes()
+        if lost:
+            on_lost(lost)
+        if gained:
+            on_gained(gained)
 
     def add(self, block: int, parent: int) -> None:
         """Adds a registered full page; `parent` is the page before it, -1 for none."""

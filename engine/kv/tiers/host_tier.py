@@ -291,8 +291,9 @@ class HostTier:
             self._copying = None
             if copy.host_load is None:
                 self._stats.saved += len(copy.blocks)
+                kept = self._kept_copies(copy) if self.next_tiers else []
                 for tier in self.next_tiers:
-                    tier.on_saved(self._kept_copies(copy))
+                    tier.on_saved(kept)
             else:
                 self._stats.loaded += len(copy.blocks)
                 if error is not None:
